@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Segmented free queue: what is handed out first is what nobody will miss."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from vllm.utils.math_utils import cdiv
+from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue, KVCacheBlock
+from vllm.v1.kv_cache_interface import SlidingWindowSpec
+
+if TYPE_CHECKING:
+    from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
+
+NUM_PROBATIONARY_LEVELS = 8
+
+
+class SegmentedFreeBlockQueue(FreeKVCacheBlockQueue):
+    """Free queue whose eviction order is free, probationary, protected.
+
+    A segmented LRU (Karedla, Love and Wherry, Computer 27(3), 1994) in one chain:
+
+    1. *free*: blocks without a hash, LIFO.
+    2. *probationary*: speculative checkpoints that no request has hit yet, in
+       `NUM_PROBATIONARY_LEVELS` levels, lowest level first, FIFO within a level.
+    3. *protected*: every other hashed block, LRU.
+
+    Popping is inherited: the chain itself is in eviction order. The queue adds one
+    byte a block, its level (1 and up for probationary blocks, else 0), and the last
+    block of each of the first two segments. Every operation is O(1) per block.
+
+    A pop does not maintain the segment ends, so an end may be a block that has been
+    popped since. Pops are from the head: the segment of such a block is empty, and
+    `_drop_popped_ends` finds out before anything is inserted again.
+
+    Args:
+        blocks: All blocks of the pool, in order of block ID.
+
+    """
+
+    def __init__(self, blocks: list[KVCacheBlock]) -> None:
+        super().__init__(blocks)
+        # One more byte than blocks: both fake ends have block ID -1.
+        self._levels = bytearray(len(blocks) + 1)
+        self._free_end = blocks[-1] if blocks else self.fake_free_list_head
+        self._level_ends: list[KVCacheBlock | None] = [None] * NUM_PROBATIONARY_LEVELS
+
+    def mark_probationary(
+        self, blocks: Sequence[KVCacheBlock], levels: Sequence[int]
+    ) -> None:
+        """Let hashed blocks in use be freed as probationary.
+
+        Args:
+            blocks: Blocks that are not in the queue. Those without a hash stay
+                as they are.
+            levels: Level of each block, 1 to `NUM_PROBATIONARY_LEVELS`; 0 leaves
+                the block protected.
+
+        """
+        for block, level in zip(blocks, levels):
+            if level and block.block_hash is not None:
+                self._levels[block.block_id] = level
+
+    def is_probationary(self, block: KVCacheBlock) -> bool:
+        """Whether the block, free or in use, is a checkpoint on probation."""
+        return self._levels[block.block_id] != 0
+
+    def promote(self, block: KVCacheBlock) -> None:
+        """Let a block that is not in the queue be freed as protected."""
+        self._levels[block.block_id] = 0
+
+    def forget(self, block: KVCacheBlock) -> None:
+        """Note that a block lost its hash; if it is free, it is the next to go."""
+        if block.next_free_block is None:
+            self._levels[block.block_id] = 0
+            return
+        self.remove(block)
+        self._levels[block.block_id] = 0
+        self.prepend_n([block])
+
+    def reset(self) -> None:
+        """Note that no block has a hash any more: all free blocks are equal."""
+        self._levels = bytearray(len(self._levels))
+        last_block = self.fake_free_list_tail.prev_free_block
+        assert last_block is not None
+        self._free_end = last_block
+        self._level_ends = [None] * NUM_PROBATIONARY_LEVELS
+
+    def remove(self, block: KVCacheBlock) -> None:
+        """Take a block out of the middle of the queue, as on a hit.
+
+        Raises:
+            RuntimeError: If the block is not in the queue.
+
+        """
+        prev_block = block.prev_free_block
+        super().remove(block)
+        if block is self._free_end:
+            assert prev_block is not None
+            self._free_end = prev_block
+        elif level := self._levels[block.block_id]:
+            if self._level_ends[level - 1] is block:
+                assert prev_block is not None
+                same_level = self._levels[prev_block.block_id] == level
+                self._level_ends[level - 1] = prev_block if same_level else None
+
+    def append(self, block: KVCacheBlock) -> None:
+        """Put a hashed block at the end of its segment."""
+        self.append_n([block])
+
+    def append_n(self, blocks: list[KVCacheBlock]) -> None:
+        """Put hashed blocks at the end of their segments, in the given order."""
+        if not blocks:
+            return
+        self._drop_popped_ends()
+        levels = self._levels
+        protected = []
+        for block in blocks:
+            if level := levels[block.block_id]:
+                self._insert_probationary(block, level)
+            else:
+                protected.append(block)
+        super().append_n(protected)
+
+    def prepend_n(self, blocks: list[KVCacheBlock]) -> None:
+        """Put blocks without a hash at the front of the queue."""
+        if not blocks:
+            return
+        self._drop_popped_ends()
+        super().prepend_n(blocks)
+        if self._free_end is self.fake_free_list_head:
+            self._free_end = blocks[-1]
+
+    def _insert_probationary(self, block: KVCacheBlock, level: int) -> None:
+        ends = self._level_ends
+        prev_block = self._free_end
+        for end in reversed(ends[:level]):
+            if end is not None:
+                prev_block = end
+                break
+        next_block = prev_block.next_free_block
+        assert next_block is not None
+        prev_block.next_free_block = next_block.prev_free_block = block
+        block.prev_free_block = prev_block
+        block.next_free_block = next_block
+        ends[level - 1] = block
+        self.num_free_blocks += 1
+
+    def _drop_popped_ends(self) -> None:
+        if self._free_end is not self.fake_free_list_head:
+            if self._free_end.next_free_block is not None:
+                return
+            self._free_end = self.fake_free_list_head
+        ends = self._level_ends
+        for i, end in enumerate(ends):
+            if end is not None:
+                if end.next_free_block is not None:
+                    return
+                ends[i] = None
+
+
+def checkpoint_levels(
+    start_block: int,
+    end_block: int,
+    blocks_per_boundary: int,
+    blocks_per_hit: int,
+    shift: int,
+) -> bytearray:
+    """Levels of a group's blocks for aligned thinning of dense checkpoints.
+
+    The n-th hit boundary has level 1 plus the number of trailing zero bits of n, at
+    most `NUM_PROBATIONARY_LEVELS`; a block has the highest level among the
+    boundaries whose hit needs it. Evicting the lowest level first doubles the
+    spacing of the checkpoints that remain.
+
+    Args:
+        start_block: First block of the range, an index into the request's blocks.
+        end_block: End of the range, exclusive.
+        blocks_per_boundary: Blocks from one hit boundary to the next.
+        blocks_per_hit: Contiguous blocks that a hit at a boundary needs.
+        shift: Blocks that a hit reads past its boundary (EAGLE: 1).
+
+    Returns:
+        One level a block of the range; 0 for blocks that no boundary needs.
+
+    """
+    levels = bytearray(end_block - start_block)
+    step = blocks_per_boundary
+    for level in range(1, NUM_PROBATIONARY_LEVELS + 1):
+        boundary = max(step, -(-(start_block - shift) // step) * step)
+        while (first := boundary + shift - blocks_per_hit) < end_block:
+            first = max(first, start_block)
+            last = min(boundary + shift, end_block)
+            levels[first - start_block : last - start_block] = bytes(
+                [level] * (last - first)
+            )
+            boundary += step
+        step *= 2
+    return levels
+
+
+def put_on_probation(
+    manager: "SingleTypeKVCacheManager",
+    request_id: str,
+    start_block: int,
+    end_block: int,
+    reachable_boundaries: Sequence[int],
+) -> None:
+    """Mark as probationary what interval None caches and interval 0 would not.
+
+    Args:
+        manager: The group's manager. Only a sliding-window group has dense
+            checkpoints to mark; others are left alone.
+        request_id: The request whose blocks have just been cached.
+        start_block: First of them, an index into the request's blocks.
+        end_block: End of them, exclusive.
+        reachable_boundaries: Replay boundaries and junctions, in tokens.
+
+    """
+    spec = manager.kv_cache_spec
+    if not isinstance(spec, SlidingWindowSpec):
+        return
+    alignment = manager.cache_hit_alignment_tokens
+    protected = manager.reachable_block_mask(
+        start_block=start_block,
+        end_block=end_block,
+        alignment_tokens=alignment,
+        kv_cache_spec=spec,
+        use_eagle=manager.use_eagle,
+        retention_interval=0,
+        reachable_boundaries=reachable_boundaries,
+        dcp_world_size=manager.dcp_world_size,
+    )
+    if protected is None:
+        return
+    levels = checkpoint_levels(
+        start_block,
+        end_block,
+        blocks_per_boundary=alignment // manager.block_size,
+        # The window before a boundary and, with EAGLE, the block after it.
+        blocks_per_hit=cdiv(spec.sliding_window - 1, manager.block_size)
+        + manager.use_eagle,
+        shift=int(manager.use_eagle),
+    )
+    manager.block_pool.free_block_queue.mark_probationary(
+        manager.req_to_blocks[request_id][start_block:end_block],
+        [0 if keep else level for level, keep in zip(levels, protected)],
+    )
