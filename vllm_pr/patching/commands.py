@@ -6,10 +6,109 @@ Heavy imports are inside the functions: ``vllm-pr --help`` stays fast.
 
 from __future__ import annotations
 
-from typing import Annotated
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+
+if TYPE_CHECKING:
+    from vllm_pr.patching.operations import Outcome
+    from vllm_pr.patching.tree import Tree
+
+TreeArgument = Annotated[
+    Path | None,
+    typer.Argument(
+        metavar="[TREE]",
+        help="A source tree or a folder that contains vllm/ "
+        "(default: the installed vLLM, of which only vllm/ is changed).",
+    ),
+]
+PythonOption = Annotated[
+    str | None,
+    typer.Option(metavar="PATH", help="Without TREE: the Python whose vLLM is meant."),
+]
+JsonOption = Annotated[
+    bool, typer.Option("--json", help="Print the result as one JSON object.")
+]
+
+
+def apply(
+    tree: TreeArgument = None,
+    python: PythonOption = None,
+    force_release: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RELEASE",
+            help="Take the rules of this release, whatever the tree says it is.",
+        ),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Put the change into a vLLM: all of it or nothing.
+
+    The files as they were are kept in vllm/.vllm-pr/, so that revert restores them to
+    the byte. When it is already there, says so and does nothing. Killed half-way, a
+    second apply completes. Revert before you install another vLLM over it.
+
+    Exit status: 0 the change is in, 2 refused (nothing was changed).
+    """
+    from vllm_pr.patching import operations
+    from vllm_pr.patching.sources import Sources
+
+    with _refusals(as_json):
+        outcome = operations.apply(_open(tree, python), Sources(), force_release)
+        _report(outcome, as_json)
+
+
+def status(
+    tree: TreeArgument = None, python: PythonOption = None, as_json: JsonOption = False
+) -> None:
+    """Say whether the change is in a vLLM, and whether it came by apply or by git.
+
+    Exit status: 0 applied, 1 not applied, 2 cannot tell (no vLLM there, bad rules),
+    3 partly applied, edited by hand since, or vLLM installed anew over it.
+    """
+    from vllm_pr.patching import operations
+    from vllm_pr.patching.sources import Sources
+
+    with _refusals(as_json):
+        found = operations.status(_open(tree, python), Sources())
+    if as_json:
+        print(json.dumps(found.as_json(), indent=1))
+    else:
+        console = _console()
+        release = f"vLLM {found.version or 'of unknown version'}"
+        console.print(f"{found.tree} ({release}): [bold]{found.state}[/bold]")
+        if found.state != operations.NOT_APPLIED or found.by:
+            for path, state in found.files.items():
+                console.print(f"  {state:9}{path}", markup=False)
+        for note in found.notes:
+            console.print(note, markup=False)
+    raise typer.Exit(operations.EXIT_CODES[found.state])
+
+
+def revert(
+    tree: TreeArgument = None,
+    python: PythonOption = None,
+    discard_edits: Annotated[
+        bool, typer.Option(help="Put back also the files edited after apply.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Take the change out again: every file as it was, to the byte.
+
+    Exit status: 0 the change is not there (any more), 2 refused (nothing was changed).
+    """
+    from vllm_pr.patching import operations
+    from vllm_pr.patching.sources import Sources
+
+    with _refusals(as_json):
+        outcome = operations.revert(_open(tree, python), Sources(), discard_edits)
+        _report(outcome, as_json)
 
 
 def tree(
@@ -22,25 +121,61 @@ def tree(
 
     Put it first on PYTHONPATH to run changed; the installed vLLM stays stock.
     """
-    from vllm_pr.patching.errors import PatchError
     from vllm_pr.patching.trees import changed_tree
 
-    try:
+    with _refusals():
         with Console(stderr=True).status("making the changed copy of vLLM"):
             folder = changed_tree(release, part)
-    except PatchError as error:
-        _refuse(error.lines)
-    print(folder)
-
-
-def _refuse(lines: tuple[str, ...]) -> None:
-    console = Console(stderr=True, highlight=False, soft_wrap=True)
-    for line in lines:
-        console.print(f"vllm-pr: {line}", markup=False)
-    raise typer.Exit(2)
+        print(folder)
 
 
 def register(app: typer.Typer) -> None:
     """Add the commands to the console script."""
-    for command in (tree,):
+    for command in (apply, status, revert, tree):
         app.command()(command)
+
+
+def _open(path: Path | None, python: str | None) -> Tree:
+    from vllm_pr.patching.errors import PatchError
+    from vllm_pr.patching.tree import installed_tree, open_tree
+
+    if path is None:
+        return installed_tree(python)
+    if python is not None:
+        raise PatchError("give either TREE or --python, not both")
+    return open_tree(path)
+
+
+def _report(outcome: Outcome, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(outcome.as_json(), indent=1))
+        return
+    console = _console()
+    release = f" (release {outcome.release})" if outcome.release else ""
+    console.print(f"{outcome.tree}{release}: [bold]{outcome.action}[/bold]")
+    if outcome.action != "already applied":
+        for path in outcome.files:
+            console.print(f"  {path}", markup=False)
+    for note in outcome.notes:
+        console.print(note, markup=False)
+
+
+@contextmanager
+def _refusals(as_json: bool = False) -> Iterator[None]:
+    """A user's mistake is a line or more on standard error, and exit status 2."""
+    from vllm_pr.patching.errors import PatchError
+
+    try:
+        yield
+    except PatchError as error:
+        lines: Any = error.lines
+        if as_json:
+            print(json.dumps({"error": list(lines)}, indent=1))
+        console = Console(stderr=True, highlight=False, soft_wrap=True)
+        for line in lines:
+            console.print(f"vllm-pr: {line}", markup=False)
+        raise typer.Exit(2) from None
+
+
+def _console() -> Console:
+    return Console(highlight=False, soft_wrap=True)

@@ -86,7 +86,7 @@ def installed_tree(python: str | None = None) -> Tree:
     python = python or sys.executable
     try:
         done = subprocess.run(
-            [python, "-c", _FIND], capture_output=True, text=True, cwd=os.sep, timeout=60
+            [python, "-E", "-c", _FIND], capture_output=True, text=True, cwd=os.sep, timeout=60
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise PatchError(f"cannot run {python}: {error}") from None
