@@ -1,9 +1,10 @@
 # `make help` lists the targets. Everything runs in .venv, built on first use.
 PYTHON ?= python3.11
+RELEASE ?= 0.32.0
 RUN := .venv/bin/vllm-pr
 
 .DEFAULT_GOAL := help
-.PHONY: help setup
+.PHONY: help setup demo test prove matrix upstream bench bench-full lint lint-upstream
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -12,3 +13,28 @@ setup: ## build .venv (every other target does it on first use)
 	@command -v $(PYTHON) >/dev/null 2>&1 || { \
 	  echo "setup: no $(PYTHON) here: install Python 3.11, or name it with make PYTHON=/path/to/python3.11" >&2; exit 2; }
 	@$(PYTHON) vllm_pr/bootstrap.py
+
+demo: setup ## the fault and the cure on a real DeepSeek-V4 engine, about 6 minutes
+	@$(RUN) demo
+
+test: setup ## the upstream-bound tests on stock and changed, then all others
+	@$(RUN) prove
+	@.venv/bin/python -m pytest vllm_pr/tests
+
+prove: setup ## the upstream-bound tests only
+	@$(RUN) prove
+
+matrix: setup ## every release, stock and changed, on its real KVCacheManager
+	@$(RUN) matrix
+
+upstream: setup ## upstream's own tests of RELEASE on stock and changed
+	@$(RUN) upstream --release $(RELEASE)
+
+bench: setup ## hit rates, cost per step, time to first token; under 20 minutes
+	@$(RUN) bench
+
+bench-full: setup ## the same with all points
+	@$(RUN) bench --full
+
+lint: setup ## our own checks
+	@.venv/bin/ruff check . && .venv/bin/ruff format --check .

@@ -4,9 +4,11 @@
 import typer
 
 from vllm_pr.patching import commands as patching
+from vllm_pr.prove import prove
 
 app = typer.Typer(no_args_is_help=True)
 patching.register(app)
+app.command()(prove)
 
 
 @app.callback()
