@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from typing import Any
 
 from ast_grep_py import SgNode, SgRoot
@@ -83,8 +84,8 @@ def find_all(scope: SgNode, rule: dict[str, Any]) -> list[SgNode]:
     try:
         return scope.find_all({"rule": rule})
     except Exception as error:
-        lines = [part.strip() for part in str(error).split("Stack backtrace")[0].split("\n")]
-        raise NoPlace(f"ast-grep: {' '.join(filter(None, lines))}") from None
+        reason = " ".join(str(error).split("Stack backtrace")[0].split())
+        raise NoPlace(f"ast-grep: {reason}") from None
 
 
 def fill(text: str, new: str, node: SgNode) -> str:
@@ -95,13 +96,12 @@ def fill(text: str, new: str, node: SgNode) -> str:
     lines = []
     for line in new.split("\n"):
         indent = line[: len(line) - len(line.lstrip(" "))]
-        lines.append(
-            METAVARIABLE.sub(lambda found: _captured(text, node, found, indent), line)
-        )
+        captured = partial(_captured, text, node, indent)
+        lines.append(METAVARIABLE.sub(captured, line))
     return "\n".join(lines)
 
 
-def _captured(text: str, node: SgNode, found: re.Match[str], indent: str) -> str:
+def _captured(text: str, node: SgNode, indent: str, found: re.Match[str]) -> str:
     many, one = found.groups()
     nodes = node.get_multiple_matches(many) if many else [node.get_match(one)]
     if not nodes:
@@ -214,8 +214,9 @@ def _holder(node: SgNode) -> SgNode:
         return _holder(node.named_children()[0])
     if node.kind() == "import_from_statement" or node.text()[-1:] in ")]}":
         return node
-    raise NoPlace(f"'add_item' needs a call, definition, import or list, has "
-                  f"{node.kind()}")
+    raise NoPlace(
+        f"'add_item' needs a call, definition, import or list, has {node.kind()}"
+    )
 
 
 def _items(holder: SgNode) -> list[SgNode]:

@@ -31,6 +31,13 @@ PythonOption = Annotated[
     str | None,
     typer.Option(metavar="PATH", help="Without TREE: the Python whose vLLM is meant."),
 ]
+ForceOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="RELEASE",
+        help="Take the rules of this release, whatever the tree says it is.",
+    ),
+]
 JsonOption = Annotated[
     bool, typer.Option("--json", help="Print the result as one JSON object.")
 ]
@@ -39,13 +46,7 @@ JsonOption = Annotated[
 def apply(
     tree: TreeArgument = None,
     python: PythonOption = None,
-    force_release: Annotated[
-        str | None,
-        typer.Option(
-            metavar="RELEASE",
-            help="Take the rules of this release, whatever the tree says it is.",
-        ),
-    ] = None,
+    force_release: ForceOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Put the change into a vLLM: all of it or nothing.
@@ -111,11 +112,52 @@ def revert(
         _report(outcome, as_json)
 
 
+def export(
+    tree: Annotated[
+        Path,
+        typer.Argument(metavar="TREE", help="A source tree, of which nothing changes."),
+    ],
+    out: Annotated[
+        Path, typer.Option("--out", "-o", metavar="DIR", help="Folder for the patches.")
+    ],
+    stack: Annotated[
+        bool, typer.Option(help="Two commits: the queue, then the default.")
+    ] = False,
+    force_release: ForceOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Write the change for a source tree as a git format-patch file.
+
+    git am takes it on a git repository made from that tree. Author is who git says you
+    are; the sign-off is yours to add (git am --signoff).
+    """
+    from vllm_pr.patching.export import export as write_patches
+    from vllm_pr.patching.sources import Sources
+
+    with _refusals(as_json):
+        made = write_patches(_open(tree, None), out, Sources(), stack, force_release)
+    if as_json:
+        print(json.dumps(made.as_json(), indent=1))
+        return
+    console = _console()
+    for file in made.files:
+        console.print(file, markup=False)
+    plus, minus = (sum(lines) for lines in zip(*made.edited.values(), strict=True))
+    console.print(
+        f"for vLLM {made.release}: +{plus} -{minus} lines in {len(made.edited)} "
+        f"existing files, {len(made.added)} new"
+    )
+    for note in made.notes:
+        console.print(note, markup=False)
+
+
 def tree(
     release: Annotated[
         str | None, typer.Option(help="A release (default: the installed vLLM).")
     ] = None,
-    part: Annotated[str, typer.Option(help="all, or queue for commit 1 alone.")] = "all",
+    part: Annotated[
+        str, typer.Option(help="all, or queue for commit 1 alone.")
+    ] = "all",
 ) -> None:
     """Print the folder with the changed copy of vLLM (made when it is not there).
 
@@ -131,7 +173,7 @@ def tree(
 
 def register(app: typer.Typer) -> None:
     """Add the commands to the console script."""
-    for command in (apply, status, revert, tree):
+    for command in (apply, status, revert, export, tree):
         app.command()(command)
 
 

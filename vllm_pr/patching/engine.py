@@ -103,7 +103,9 @@ def _decode(content: bytes, edits: FileRules) -> str:
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError:
-        raise PatchError(f"{edits.edits}: not UTF-8: {edits.source} edits text") from None
+        raise PatchError(
+            f"{edits.edits}: not UTF-8: {edits.source} edits text"
+        ) from None
 
 
 def _where(edits: FileRules, rule: Rule, release: str) -> str:

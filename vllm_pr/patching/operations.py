@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version as installed_version
@@ -87,10 +88,7 @@ def apply(tree: Tree, sources: Sources, force_release: str | None = None) -> Out
     with journal.locked(tree):
         found = _inspect(tree, sources)
         _refuse_to_apply(found)
-        version = found.version
-        if version is None and force_release is None:
-            detect_version(tree)  # says what it looked for
-        release = resolve(version, force_release)
+        release = _release_of(tree, found, force_release)
         is_same = found.is_current and found.release == release
         if found.state == APPLIED and (found.by == "other" or is_same):
             paths = sorted(found.files)
@@ -100,7 +98,7 @@ def apply(tree: Tree, sources: Sources, force_release: str | None = None) -> Out
         _check_places(tree, changes)
         if journal.has_state(tree):
             journal.restore(tree, manifest)
-        journal.change(tree, changes, _manifest(sources, version, release))
+        journal.change(tree, changes, _manifest(sources, found.version, release))
         action = {APPLIED: "updated", PARTLY: "completed"}.get(found.state, "applied")
         paths = [change.path for change in changes]
         return Outcome(found.tree, action, release, paths)
@@ -137,6 +135,29 @@ def revert(tree: Tree, sources: Sources, discard_edits: bool = False) -> Outcome
         return Outcome(found.tree, "reverted", manifest.release, paths)
 
 
+def stock_of(
+    tree: Tree, sources: Sources, force_release: str | None = None
+) -> tuple[str, Callable[[str], bytes | None]]:
+    """The release of a tree, and how to read its files as they are in stock.
+
+    Raises:
+        PatchError: The tree is not supported, or the change came to it by other ways.
+    """
+    with journal.locked(tree, shared=True):
+        found = _inspect(tree, sources)
+        _refuse_to_apply(found)
+        if found.by == "other":
+            raise PatchError(f"{found.tree} has the change already", *found.notes)
+        release = _release_of(tree, found, force_release)
+        return release, _stock_reader(tree, journal.load(tree))
+
+
+def _release_of(tree: Tree, found: Status, force_release: str | None) -> str:
+    if found.version is None and force_release is None:
+        detect_version(tree)  # raises, and says where it looked
+    return resolve(found.version, force_release)
+
+
 def _inspect(tree: Tree, sources: Sources) -> Status:
     manifest = journal.load(tree)
     version = None
@@ -161,7 +182,9 @@ def _inspect(tree: Tree, sources: Sources) -> Status:
     elif found.state == EDITED:
         found.notes += _edited_lines(found)
     elif not found.is_current:
-        found.notes.append("the change is not that of today: `apply` brings it up to date")
+        found.notes.append(
+            "the change is not that of today: `apply` brings it up to date"
+        )
     return found
 
 
@@ -250,10 +273,13 @@ def _how_to_take_out(tree: Tree, sources: Sources, found: Status) -> list[str]:
     commits = since.strip().splitlines()
     names = " ".join(line.split(" ", 1)[0] for line in commits)
     if len(commits) == 1:
-        return [f"{text}: it came by git commit {since.strip()!r}: `git revert {names}`"]
+        return [
+            f"{text}: it came by git commit {since.strip()!r}: `git revert {names}`"
+        ]
+    subjects = "; ".join(commits)
     return [
-        f"{text}: it came by git; `git revert {names}` takes it out (commits since "
-        f"then on the same files, newest first: {'; '.join(commits)})"
+        f"{text}: it came by git: `git revert {names}`",
+        f"those are the commits on the same files since then: {subjects}",
     ]
 
 
@@ -273,7 +299,9 @@ def _edited_lines(found: Status) -> list[str]:
     return [*lines, "undo that by hand, or `revert --discard-edits` drops it"]
 
 
-def _stock_reader(tree: Tree, manifest: journal.Manifest | None) -> Any:
+def _stock_reader(
+    tree: Tree, manifest: journal.Manifest | None
+) -> Callable[[str], bytes | None]:
     """Read what a path holds without the change."""
     read = reader(tree.root)
     if manifest is None:
@@ -292,13 +320,9 @@ def _check_places(tree: Tree, changes: list[Change]) -> None:
 
 
 def _paths_there(tree: Tree, manifest: journal.Manifest) -> dict[str, bool]:
-    return {
-        entry.path: (tree.root / entry.path).exists() for entry in manifest.entries
-    }
+    return {entry.path: (tree.root / entry.path).exists() for entry in manifest.entries}
 
 
-def _manifest(
-    sources: Sources, version: str | None, release: str
-) -> journal.Manifest:
+def _manifest(sources: Sources, version: str | None, release: str) -> journal.Manifest:
     tool = f"vllm-pr {installed_version('vllm-pr')}"
     return journal.Manifest(tool, version, release, sources.fingerprint, [])

@@ -55,7 +55,10 @@ class Document:
     def section(self, heading: str) -> Section:
         """The section with a heading given as ``## Title``."""
         headings = self._headings()
-        level, title = len(heading) - len(heading.lstrip("#")), heading.lstrip("#").strip()
+        level, title = (
+            len(heading) - len(heading.lstrip("#")),
+            heading.lstrip("#").strip(),
+        )
         found = [
             index
             for index, (token, text) in enumerate(headings)

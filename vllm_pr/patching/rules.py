@@ -121,7 +121,9 @@ class CodeRule(Rule):
         known = {"".join(pair) for pair in METAVARIABLE.findall(self._source())}
         for pair in METAVARIABLE.findall(self.text):
             if "".join(pair) not in known:
-                raise ValueError(f"'{self.action}' uses ${''.join(pair)}: never matched")
+                raise ValueError(
+                    f"'{self.action}' uses ${''.join(pair)}: never matched"
+                )
         return self
 
     def _source(self) -> str:

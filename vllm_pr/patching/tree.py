@@ -86,7 +86,11 @@ def installed_tree(python: str | None = None) -> Tree:
     python = python or sys.executable
     try:
         done = subprocess.run(
-            [python, "-E", "-c", _FIND], capture_output=True, text=True, cwd=os.sep, timeout=60
+            [python, "-E", "-c", _FIND],
+            capture_output=True,
+            text=True,
+            cwd=os.sep,
+            timeout=60,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise PatchError(f"cannot run {python}: {error}") from None
@@ -145,7 +149,9 @@ def _version_file(path: Path) -> str | None:
         return None
     for node in module.body:
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):
-            names = [target.id for target in node.targets if isinstance(target, ast.Name)]
+            names = [
+                target.id for target in node.targets if isinstance(target, ast.Name)
+            ]
             if "__version__" in names:
                 return _valid(node.value.value)
     return None
