@@ -18,35 +18,50 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
     MLAAttentionSpec,
     SlidingWindowMLASpec,
+    SlidingWindowSpec,
 )
 from vllm.v1.request import Request
 
 pytestmark = pytest.mark.cpu_test
 
-ALIGNMENT = 256  # tokens
 CHUNK = 8192  # prompt tokens of one step
 
 
-def mla(block_size: int, window: int | None = None) -> KVCacheGroupSpec:
+def group(spec_class, block_size: int, window: int | None = None) -> KVCacheGroupSpec:
     shape = dict(
         block_size=block_size, num_kv_heads=1, head_size=64, dtype=torch.bfloat16
     )
-    if window is None:
-        return KVCacheGroupSpec(["mla"], MLAAttentionSpec(**shape))
-    spec = SlidingWindowMLASpec(**shape, sliding_window=window)
-    return KVCacheGroupSpec([f"swa_{block_size}_{window}"], spec)
+    if window is not None:
+        shape["sliding_window"] = window
+    return KVCacheGroupSpec([f"{block_size}_{window}"], spec_class(**shape))
+
+
+# DeepSeek-V4-Flash: compressed MLA, two SWA groups, two groups of compressor state.
+DEEPSEEK_V4 = [
+    group(MLAAttentionSpec, 256),
+    group(SlidingWindowMLASpec, 64, 128),
+    group(SlidingWindowMLASpec, 64, 128),
+    group(SlidingWindowMLASpec, 8, 128),
+    group(SlidingWindowMLASpec, 4, 8),
+]
+ALIGNMENT = 256  # tokens between the hit boundaries of DEEPSEEK_V4
+WIDE_WINDOW = [
+    group(FullAttentionSpec, 32),
+    group(SlidingWindowSpec, 16, 1024),
+]
 
 
 class Session:
-    """A KV cache manager with the five groups of DeepSeek-V4-Flash."""
+    """A real KV cache manager, driven through whole prefills."""
 
-    def __init__(self, interval: int | None, num_blocks: int = 20_000):
+    def __init__(self, interval: int | None, groups=DEEPSEEK_V4, num_blocks=20_000):
         init_none_hash(sha256)
-        groups = [mla(256), mla(64, 128), mla(64, 128), mla(8, 128), mla(4, 8)]
+        block_sizes = [group.kv_cache_spec.block_size for group in groups]
         self.manager = KVCacheManager(
             KVCacheConfig(
                 num_blocks=num_blocks,
@@ -56,10 +71,10 @@ class Session:
             ),
             max_model_len=1_000_000,
             max_in_flight_tokens=CHUNK,
-            scheduler_block_size=ALIGNMENT,
-            hash_block_size=4,
+            scheduler_block_size=max(block_sizes),
+            hash_block_size=min(block_sizes),
         )
-        self.hasher = get_request_block_hasher(4, sha256)
+        self.hasher = get_request_block_hasher(min(block_sizes), sha256)
         self.ids = itertools.count()
 
     def prefill(self, prompt: list[int]) -> int:
@@ -136,3 +151,12 @@ def test_second_session_hits_the_system_prompt_at_the_default_interval():
     session.prefill(system + tokens(4_000_000, 3_000))
     hit = session.prefill(system + tokens(5_000_000, 3_000))
     assert hit == len(system) // ALIGNMENT * ALIGNMENT == 19_968
+
+
+def test_edit_inside_the_last_alignment_block_hits_at_the_default_interval():
+    """Issue 57610: the tail of the window before the edit must still be there."""
+    session = Session(CacheConfig().prefix_cache_retention_interval, WIDE_WINDOW)
+    prompt = A[:5_000]
+    session.prefill(prompt)
+    hit = session.prefill(prompt[:-10] + tokens(2_000_000, 10))
+    assert hit == (len(prompt) - 10) // 32 * 32 == 4_960
