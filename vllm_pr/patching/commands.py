@@ -73,7 +73,7 @@ def status(
     Exit status: 0 applied, 1 not applied, 2 cannot tell (no vLLM there, bad rules),
     3 partly applied, edited by hand since, or vLLM installed anew over it.
     """
-    from vllm_pr.patching import operations
+    from vllm_pr.patching import operations, state
     from vllm_pr.patching.sources import Sources
 
     with _refusals(as_json):
@@ -84,12 +84,12 @@ def status(
         console = _console()
         release = f"vLLM {found.version or 'of unknown version'}"
         console.print(f"{found.tree} ({release}): [bold]{found.state}[/bold]")
-        if found.state != operations.NOT_APPLIED or found.by:
-            for path, state in found.files.items():
-                console.print(f"  {state:9}{path}", markup=False)
+        if found.state != state.NOT_APPLIED or found.by:
+            for path, what in found.files.items():
+                console.print(f"  {what:9}{path}", markup=False)
         for note in found.notes:
             console.print(note, markup=False)
-    raise typer.Exit(operations.EXIT_CODES[found.state])
+    raise typer.Exit(state.EXIT_CODES[found.state])
 
 
 def revert(

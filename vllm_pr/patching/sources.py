@@ -40,14 +40,15 @@ class Sources:
     """Everything that makes up the change.
 
     Args:
-        root: Folder with ``vllm/``, ``tests/``, ... and the list of new files.
+        root: Folder with ``vllm/``, ``tests/``, ... and the list of new files;
+            by default this repository.
 
     Raises:
         PatchError: A rules file or the list of new files is not in order.
     """
 
-    def __init__(self, root: Path = ROOT) -> None:
-        self.root = root
+    def __init__(self, root: Path | None = None) -> None:
+        self.root = root or ROOT
         self.new_files = self._load_new_files()
         self.edits = self._load_edits()
         self._check_ids()

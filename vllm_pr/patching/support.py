@@ -1,33 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which rules a version gets: a supported release, or a reason why none."""
+"""Which rules a version gets: a release that the change is made for, or why none."""
 
 from __future__ import annotations
 
 from packaging.version import InvalidVersion, Version
 
 from vllm_pr.patching.errors import PatchError
-
-SUPPORTED = ("0.32.0", "0.33.0")
+from vllm_pr.releases import changed_releases, known_releases, nearest_release
 
 
 def supported_releases() -> list[str]:
     """All releases that the change is made for, oldest first."""
-    return list(SUPPORTED)
-
-
-def refusal(version: str) -> str:
-    """Why a version that is not supported is not, in one line."""
-    newest = supported_releases()[-1]
-    parsed = Version(version)
-    if parsed > Version(newest):
-        return (
-            f"vLLM {version} is newer than {newest}, the newest release known here: "
-            f"--force-release {newest} tries its rules and changes all or nothing"
-        )
-    return (
-        f"vLLM {version} is not supported "
-        f"(supported: {', '.join(supported_releases())})"
-    )
+    return [release.version for release in changed_releases()]
 
 
 def resolve(version: str | None, force: str | None = None) -> str:
@@ -40,15 +24,45 @@ def resolve(version: str | None, force: str | None = None) -> str:
     Raises:
         PatchError: ``force`` or the version is not supported.
     """
-    wanted = force if force is not None else version
-    try:
-        parsed = Version(wanted or "")
-    except InvalidVersion:
-        raise PatchError(f"--force-release {force!r} is not a version") from None
-    for release in supported_releases():
-        if parsed.public == Version(release).public:
-            return release
+    supported = supported_releases()
     if force is not None:
-        known = ", ".join(supported_releases())
-        raise PatchError(f"--force-release {force}: no such release here ({known})")
-    raise PatchError(refusal(wanted))
+        return _forced(force, supported)
+    found = Version(version or "")
+    if found.public in supported:
+        return found.public
+    raise PatchError(_refusal(found))
+
+
+def _forced(force: str, supported: list[str]) -> str:
+    try:
+        found = Version(force).public
+    except InvalidVersion:
+        found = ""
+    if found not in supported:
+        raise PatchError(
+            f"--force-release {force}: the change has no rules for it "
+            f"(it has: {', '.join(supported)})"
+        )
+    return found
+
+
+def _refusal(version: Version) -> str:
+    for release in known_releases():
+        if release.version == version.public:
+            return f"vLLM {version} is not supported: {release.refusal}"
+    newest = supported_releases()[-1]
+    if version > Version(newest):
+        return (
+            f"vLLM {version} is newer than {newest}, the newest release known here: "
+            f"`--force-release {newest}` tries its rules and changes all or nothing"
+        )
+    nearest = nearest_release(str(version))
+    if nearest is None or not nearest.change:
+        return (
+            f"vLLM {version} is no release known here; the change is for "
+            f"{supported_releases()[0]} and later"
+        )
+    return (
+        f"vLLM {version} is no release known here: `--force-release "
+        f"{nearest.version}` tries the rules of the one before it"
+    )

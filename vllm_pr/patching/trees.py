@@ -21,7 +21,6 @@ from vllm_pr.patching.tree import Tree, detect_version, installed_tree, open_tre
 
 BUILD = ROOT / "build" / "changed"
 _KEPT = 3  # running processes may still import from the tree before the newest
-_LAYOUT = "1"  # raise it when the same sources give another tree
 
 
 def changed_tree(release: str | None = None, part: str = "all") -> Path:
@@ -49,7 +48,7 @@ def changed_tree(release: str | None = None, part: str = "all") -> Path:
     sources = Sources()
     key = hashlib.sha256(
         "\n".join(
-            [_LAYOUT, sources.fingerprint, part, str(stock.root), *_listing(stock)]
+            [_engine(), sources.fingerprint, part, str(stock.root), *_listing(stock)]
         ).encode()
     ).hexdigest()[:12]
     target = BUILD / f"{found}-{part}-{key}"
@@ -80,6 +79,14 @@ def _stock(release: str | None) -> Tree:
     from vllm_pr.releases import stock_tree
 
     return open_tree(stock_tree(release))
+
+
+def _engine() -> str:
+    """What else a result depends on: the code that makes it."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 def _files(stock: Tree) -> Iterator[Path]:

@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What there is of the change in a tree, with a manifest or without."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from packaging.version import Version
+
+from vllm_pr.patching import engine, journal
+from vllm_pr.patching.errors import PatchError
+from vllm_pr.patching.plan import reader
+from vllm_pr.patching.rules import PARTS
+from vllm_pr.patching.sources import Sources
+from vllm_pr.patching.support import resolve, supported_releases
+from vllm_pr.patching.tree import Tree, detect_version, git
+
+APPLIED, NOT_APPLIED, PARTLY, EDITED = "applied", "not applied", "partly", "edited"
+REINSTALLED = "reinstalled"
+EXIT_CODES = {APPLIED: 0, NOT_APPLIED: 1, PARTLY: 3, EDITED: 3, REINSTALLED: 3}
+
+
+@dataclass
+class Status:
+    """What is there.
+
+    Attributes:
+        state: ``applied``, ``not applied``, ``partly`` (interrupted, or only some of
+            it), ``edited`` (by hand, after apply) or ``reinstalled`` (another vLLM
+            was put over a changed one).
+        by: ``vllm-pr`` (there is a manifest), ``other`` (found by content) or None.
+        version: What the tree says it is; None when it does not.
+        release: Whose rules are in it, or would be; None when unsupported.
+        files: Upstream path to ``changed``, ``original``, ``edited``, ``missing`` or
+            (found by content) ``partly``.
+        notes: What else there is to know, and what to do, a sentence each.
+        is_current: Applied from the sources as they are now.
+    """
+
+    tree: str
+    state: str
+    by: str | None = None
+    version: str | None = None
+    release: str | None = None
+    files: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    is_current: bool = True
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def inspect(tree: Tree, sources: Sources) -> Status:
+    """See what is there; the caller holds the tree's lock."""
+    manifest = journal.load(tree)
+    version = None
+    with suppress(PatchError):
+        version = detect_version(tree)
+    if manifest is None:
+        return _inspect_content(tree, sources, version)
+    return _inspect_manifest(tree, sources, version, manifest)
+
+
+def edited_lines(found: Status) -> list[str]:
+    """Which files were edited after apply, and what to do."""
+    lines = [
+        f"{path} is {state} since the change was applied"
+        for path, state in found.files.items()
+        if state in ("edited", "missing")
+    ]
+    return [*lines, "undo that by hand, or `revert --discard-edits` drops it"]
+
+
+def _inspect_manifest(
+    tree: Tree, sources: Sources, version: str | None, manifest: journal.Manifest
+) -> Status:
+    files = {entry.path: journal.file_state(tree, entry) for entry in manifest.entries}
+    state = _state_of(set(files.values()))
+    if state != APPLIED and _base(version) != _base(manifest.version):
+        state = REINSTALLED
+    found = Status(str(tree.root), state, "vllm-pr", version, manifest.release, files)
+    found.is_current = manifest.fingerprint == sources.fingerprint
+    if state == REINSTALLED:
+        found.notes.append(
+            f"vLLM {version} was put over vLLM {manifest.version} with the change: "
+            "`revert` takes away what is left of it, then `apply` again"
+        )
+    elif state == EDITED:
+        found.notes += edited_lines(found)
+    elif state != APPLIED:
+        found.notes.append(
+            "an apply or revert was interrupted: `apply` or `revert` completes"
+        )
+    elif not found.is_current:
+        found.notes.append(
+            "the change has a newer form than this: `apply` brings it up to date"
+        )
+    return found
+
+
+def _base(version: str | None) -> str | None:
+    return Version(version).base_version if version else None
+
+
+def _state_of(states: set[str]) -> str:
+    if states & {"edited", "missing"}:
+        return EDITED
+    if states == {"changed"}:
+        return APPLIED
+    return NOT_APPLIED if states == {"original"} else PARTLY
+
+
+def _inspect_content(tree: Tree, sources: Sources, version: str | None) -> Status:
+    """Without a manifest: look for each rule's result and each new file."""
+    found = Status(str(tree.root), NOT_APPLIED, None, version)
+    try:
+        found.release = resolve(version) if version else None
+    except PatchError as error:
+        found.notes += error.lines
+    release = found.release or supported_releases()[-1]
+    present = _present(tree, sources, release)
+    found.files = _file_states(tree, sources, release, present)
+    if any(present[name] for name in present if name not in _deletions(sources)):
+        found.by = "other"
+        found.release = release
+        found.state = APPLIED if all(present.values()) else PARTLY
+        found.notes = _how_to_take_out(tree, sources, found)
+        if found.state == PARTLY:
+            found.notes = _what_is_missing(sources, release, present) + found.notes
+    elif journal.has_state(tree):
+        found.notes.append(
+            "an apply was killed before it changed anything: `apply` goes on, "
+            "`revert` clears it away"
+        )
+    return found
+
+
+def _present(tree: Tree, sources: Sources, release: str) -> dict[str, bool]:
+    """Rule id or path of a new file to whether it is there."""
+    present: dict[str, bool] = {}
+    read = reader(tree.root)
+    for edits in sources.edits:
+        rules = edits.select(release)
+        content = read(edits.edits) if rules and tree.takes(edits.edits) else None
+        if content is not None:
+            there = engine.marks(content, edits, rules)
+            present |= {rule.id: rule.id in there for rule in rules}
+    for path, content in sources.selected_new_files(release).items():
+        if tree.takes(path):
+            present[path] = read(path) == content
+    return present
+
+
+def _deletions(sources: Sources) -> set[str]:
+    """Rules whose result is that something is missing: no sign of the change alone."""
+    rules = [rule for edits in sources.edits for rule in edits.rules]
+    return {rule.id for rule in rules if not rule.text.strip()}
+
+
+def _file_states(
+    tree: Tree, sources: Sources, release: str, present: dict[str, bool]
+) -> dict[str, str]:
+    files = {}
+    for edits in sources.edits:
+        there = [present[r.id] for r in edits.select(release) if r.id in present]
+        if there:
+            state = "changed" if all(there) else "partly" if any(there) else "original"
+            files[edits.edits] = state
+    for path in sources.selected_new_files(release):
+        if path in present:
+            other = "edited" if (tree.root / path).exists() else "original"
+            files[path] = "changed" if present[path] else other
+    return files
+
+
+def _what_is_missing(
+    sources: Sources, release: str, present: dict[str, bool]
+) -> list[str]:
+    """Whole parts by their name, else every rule and new file."""
+    parts = {r.id: r.part for edits in sources.edits for r in edits.select(release)}
+    parts |= {path: new.part for path, new in sources.new_files.items()}
+    notes = []
+    for part in PARTS:
+        names = {name: there for name, there in present.items() if parts[name] == part}
+        missing = [name for name, there in names.items() if not there]
+        if not missing:
+            notes.append(f"part {part} is there")
+        elif len(missing) == len(names):
+            notes.append(f"part {part} is not there")
+        else:
+            there = ", ".join(name for name in names if name not in missing)
+            lacking = ", ".join(missing)
+            notes.append(f"of part {part} there is {there}, but not {lacking}")
+    return notes
+
+
+def _how_to_take_out(tree: Tree, sources: Sources, found: Status) -> list[str]:
+    text = "it is there without a manifest of vllm-pr, which cannot take it out"
+    new = [path for path in found.files if path in sources.new_files]
+    log = ("log", "--format=%h %s")
+    added = git(tree.root, *log, "--diff-filter=A", "--reverse", "--", *new)
+    if added is None or not new:
+        return [f"{text}: undo the patch as it was put in (`patch -R`)"]
+    if not added:
+        how = "it is not committed, `git apply -R` with the patch takes it out"
+        return [f"{text}: {how}"]
+    first = added.split(" ", 1)[0]
+    since = git(tree.root, *log, f"{first}~1..", "--", *found.files) or added
+    commits = since.strip().splitlines()
+    names = " ".join(line.split(" ", 1)[0] for line in commits)
+    subjects = "; ".join(commits)
+    return [
+        f"{text}: it came by git, and `git revert {names}` takes it out",
+        f"(commits since then on the same files: {subjects})",
+    ]
