@@ -164,6 +164,7 @@ class Plan:
         session_tokens: Prompt tokens of sessions A and B.
         part_tokens: Prompt tokens of the sessions of the other probes, at most.
         short_tokens: Prompt tokens of the short prompt.
+        short_wanted: Whether the operator's own sessions are that short.
         switch_tokens: Most tokens of other sessions in one round between A and its
             return.
         target_tokens: Tokens in between that A must survive to be called healthy;
@@ -177,6 +178,7 @@ class Plan:
     session_tokens: int
     part_tokens: int
     short_tokens: int
+    short_wanted: bool
     switch_tokens: int
     target_tokens: int | None
     long_tokens: int

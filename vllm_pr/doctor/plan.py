@@ -61,10 +61,12 @@ def make_plan(
     pair = int(PAIR * fits / 2) if fits else longest // 2
     session = max(smallest, min(wanted, pair, longest))
     target = _target(server, session)
+    short = prompt_tokens is not None and prompt_tokens < smallest
     plan = Plan(
         session_tokens=session,
         part_tokens=max(smallest, min(session, DEFAULT_PART)),
-        short_tokens=_short(overhead, smallest, prompt_tokens),
+        short_tokens=prompt_tokens if short else overhead + 12,
+        short_wanted=short,
         switch_tokens=_switch(session, fits, target, switch_tokens),
         target_tokens=target,
         long_tokens=_long(server, session, longest, fits, prompt_tokens),
@@ -105,11 +107,6 @@ def _check(
             f"hits land every {hit_alignment(server)} tokens and the chat template takes "
             f"{overhead}, so it needs {smallest} tokens of prompt: raise --max-model-len"
         )
-
-
-def _short(overhead: int, smallest: int, wanted: int | None) -> int:
-    """The operator's own length where that is short, else as short as possible."""
-    return wanted if wanted and wanted < smallest else overhead + 12
 
 
 def _target(server: Server, session: int) -> int | None:

@@ -61,7 +61,7 @@ class Probes:
         self.api = api
         self.evidence = Evidence(Server(url=api.url))
         self._sizes = (prompt_tokens, switch_tokens)
-        self._deadline = time.monotonic() + time_limit
+        self._deadline = 0.0
         self._time_limit = time_limit
         self._progress = progress
         self._writer = Writer()
@@ -282,6 +282,7 @@ class Probes:
 
         A server that fails in the middle ends the run: ``evidence.stopped`` says how.
         """
+        self._deadline = time.monotonic() + self._time_limit
         try:
             await self._short_prompt()
             await self._sessions()
@@ -336,7 +337,8 @@ class Probes:
             if number and not self._affordable(size, until, "more sessions than one"):
                 return
             back = await self._round(number, size, last)
-            if (back.cached_tokens or 0) < 0.9 * (last.cached_tokens or 0):
+            kept = (back.cached_tokens or 0) >= 0.9 * (last.cached_tokens or 0)
+            if not last.cached_tokens or not kept:
                 return
             last = back
 
