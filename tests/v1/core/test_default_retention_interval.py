@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""What a first branch and a second session find at the default interval."""
+
+import pytest
+
+from vllm.config import CacheConfig
+
+from .session_utils import ALIGNMENT, WIDE_WINDOW, Session, tokens
+
+pytestmark = pytest.mark.cpu_test
+
+CHAT = tokens(0, 50_000)
+
+
+@pytest.fixture
+def interval() -> int | None:
+    return CacheConfig().prefix_cache_retention_interval
+
+
+def test_first_branch_hits_at_the_default_interval(interval):
+    session = Session(interval)
+    session.prefill(CHAT)
+    fork = len(CHAT) // 2
+    hit = session.prefill(CHAT[:fork] + tokens(2_000_000, fork))
+    assert hit == fork // ALIGNMENT * ALIGNMENT == 24_832
+
+
+def test_second_session_hits_the_system_prompt_at_the_default_interval(interval):
+    session = Session(interval)
+    system = tokens(3_000_000, 20_000)
+    session.prefill(system + tokens(4_000_000, 3_000))
+    hit = session.prefill(system + tokens(5_000_000, 3_000))
+    assert hit == len(system) // ALIGNMENT * ALIGNMENT == 19_968
+
+
+def test_edit_inside_the_last_alignment_block_hits_at_the_default_interval(interval):
+    """Issue 57610: the tail of the window before the edit must still be there."""
+    session = Session(interval, WIDE_WINDOW)
+    prompt = CHAT[:5_000]
+    session.prefill(prompt)
+    hit = session.prefill(prompt[:-10] + tokens(2_000_000, 10))
+    assert hit == (len(prompt) - 10) // 32 * 32 == 4_960
