@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import httpx
 
 from vllm_pr.doctor.errors import DoctorError
-from vllm_pr.doctor.metrics import Snapshot, parse
+from vllm_pr.doctor.metrics import Snapshot, parse_wanted
 
 Messages = list[dict[str, str]]
 CONNECT_SECONDS = 10.0
@@ -103,7 +103,7 @@ class Api:
         """The server's metrics, empty when it gives none."""
         try:
             response = await self._client.get("/metrics", follow_redirects=True)
-            return parse(response.text) if response.status_code == 200 else Snapshot()
+            return parse_wanted(response.text) if response.status_code == 200 else Snapshot()
         except (httpx.HTTPError, ssl.SSLError, ValueError):
             return Snapshot()
 

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The doctor's words on a terminal, in a pipe, and as JSON."""
 
+import textwrap
+
 import msgspec
 from rich import box
 from rich.console import Console
 from rich.markup import escape
-from rich.padding import Padding
 from rich.table import Table
 
 from vllm_pr.doctor.evidence import Evidence, Plan, Server
@@ -37,7 +38,8 @@ def show_server(out: Console, server: Server) -> None:
         facts += [
             f"pool {_count(server.blocks)} blocks"
             + (f" = {server.capacity_tokens:,} tokens" * bool(server.capacity_tokens)),
-            f"hit alignment {_count(server.alignment or server.block_size)}",
+            f"block {_count(server.block_size)}"
+            + (f", hit alignment {server.alignment}" * bool(server.alignment)),
             f"interval {'not told' if server.interval is None else server.interval}",
         ]
     out.print(escape(f"{server.url}: " + " · ".join(facts)), soft_wrap=True)
@@ -104,12 +106,24 @@ def _show_finding(out: Console, finding: Finding) -> None:
     out.print()
     style = _STYLE[finding.severity]
     out.print(f"[{style}]{_WORD[finding.severity]}[/] [bold]{escape(finding.title)}[/]")
-    out.print(Padding(escape(finding.text), (0, 0, 0, 2)))
+    _say(out, finding.text, "  ")
     for line in finding.evidence:
-        out.print(Padding(escape(f"- {line}"), (0, 0, 0, 2)))
+        _say(out, line, "  - ")
     for remedy in finding.remedy:
         out.print(f"  [cyan]->[/] [bold]{escape(remedy.run)}[/]", soft_wrap=True)
-        out.print(Padding(escape(remedy.say), (0, 0, 0, 5)))
+        _say(out, remedy.say, "     ")
+
+
+def _say(out: Console, text: str, indent: str) -> None:
+    """Text in the console's width, its lines below the first word of the first."""
+    lines = textwrap.fill(
+        text,
+        max(40, out.width - 1),
+        initial_indent=indent,
+        subsequent_indent=" " * len(indent),
+        break_on_hyphens=False,
+    )
+    out.print(escape(lines), soft_wrap=True)
 
 
 def as_json(evidence: Evidence, findings: list[Finding]) -> bytes:

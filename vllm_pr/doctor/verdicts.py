@@ -183,16 +183,16 @@ def cached_unknown(evidence: Evidence) -> Finding | None:
             if evidence.server.metrics
             else "cannot be read. Only the time to first token speaks: see the table."
         ),
-        [_times(evidence)] if evidence.reply("A again") else [],
+        [_times(evidence)],
         remedies.usage_details(evidence.server),
     )
 
 
 def _times(evidence: Evidence) -> str:
-    cold, warm = evidence.reply("A"), evidence.reply("A again")
-    back = evidence.reply("A after B")
-    line = f"time to first token: A {cold.ttft_s:.2f} s, again {warm.ttft_s:.2f} s"
-    return line + (f", after B {back.ttft_s:.2f} s" if back else "")
+    names = ("A", "A again", "A after B")
+    replies = [reply for name in names if (reply := evidence.reply(name))]
+    times = ", ".join(f"{reply.name} {reply.ttft_s:.2f} s" for reply in replies)
+    return f"time to first token: {times or 'not measured'}"
 
 
 def short_prompts(evidence: Evidence) -> Finding | None:
@@ -384,6 +384,7 @@ def session_flush(evidence: Evidence) -> Finding | None:
     peak = max((r.peak_usage or 0.0 for r in evidence.replies), default=0.0)
     lines = [
         _switch_line(switch),
+        _times(evidence),
         f"together {total(switch)} tokens, {share:.0%} of the "
         f"{evidence.fits_tokens} that fit; {_pool(evidence)}",
         f"preemptions: {evidence.traffic.preemptions}",
