@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``vllm-pr upstream``."""
+
+import json
+from collections import Counter
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.progress import TimeElapsedColumn
+from rich.table import Table
+
+from vllm_pr.upstream.compare import Comparison, Rerun, compare
+from vllm_pr.upstream.runs import Outcome, run_file
+from vllm_pr.upstream.sources import FOLDER, SIDES, Side, make_sides, select
+
+RERUNS = 3
+Outcomes = dict[str, dict[str, Outcome]]
+
+
+def upstream(
+    release: Annotated[
+        str | None, typer.Option(help="A release (default: the installed vLLM).")
+    ] = None,
+    part: Annotated[str, typer.Option(help="all, or queue for commit 1 alone.")] = "all",
+    only: Annotated[
+        str | None,
+        typer.Option(metavar="PATTERN", help="Test files whose path has this in it."),
+    ] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write results here.")
+    ] = None,
+) -> None:
+    """Run upstream's own tests on stock and on changed, and compare.
+
+    Exit code 1 if a test that passes on stock fails on changed.
+    """
+    from vllm_pr.patching.errors import PatchError
+
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    try:
+        with console.status("laying out upstream's tests and both sides"):
+            sides = make_sides(release, part)
+            files = select(sides[0].root, only)
+        if not files:
+            raise ValueError(f"no test file matches {only!r}")
+        if json_file and not json_file.absolute().parent.is_dir():
+            raise ValueError(f"no folder {json_file.absolute().parent}")
+    except (PatchError, ValueError, OSError) as error:
+        console.print(f"vllm-pr: {error}", markup=False)
+        raise typer.Exit(2) from None
+    outcomes = run_all(sides, files, console)
+    comparison = compare(*outcomes.values())
+    settle(comparison, sides, outcomes, console)
+    if json_file:
+        text = json.dumps({"release": sides[0].release, **asdict(comparison)})
+        json_file.write_text(text + "\n", encoding="utf-8")
+    show(comparison, Console(highlight=False))
+    raise typer.Exit(1 if comparison.lost else 0)
+
+
+def run_all(sides: tuple[Side, ...], files: list[str], console: Console) -> Outcomes:
+    """Run every file on both sides, one after the other."""
+    outcomes: Outcomes = {side.name: {} for side in sides}
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task("", total=len(files) * len(sides))
+        for file in files:
+            for side in sides:
+                progress.update(task, description=f"{side.name:7} {Path(file).name}")
+                outcomes[side.name] |= run_file(side, file, _log(side, file))
+                progress.advance(task)
+    return outcomes
+
+
+def settle(
+    comparison: Comparison,
+    sides: tuple[Side, ...],
+    outcomes: Outcomes,
+    console: Console,
+) -> None:
+    """Run the files of lost tests again, and move what is flaky to ``flaky``."""
+    if not comparison.lost:
+        return
+    files = sorted({test.split("::")[0] for test in comparison.lost})
+    runs = [outcomes] + [run_all(sides, files, console) for _ in range(RERUNS)]
+    for test in list(comparison.lost):
+        history = Rerun(*(_statuses(runs, side.name, test) for side in sides))
+        if history.flaky:
+            comparison.lost.remove(test)
+            comparison.flaky[test] = history
+
+
+def _statuses(runs: list[Outcomes], side: str, test: str) -> tuple[str, ...]:
+    return tuple(
+        run[side][test].status if test in run[side] else "missing" for run in runs
+    )
+
+
+def _log(side: Side, file: str) -> Path:
+    name = file.removeprefix("tests/").removesuffix(".py").replace("/", ".")
+    return FOLDER / side.release / "logs" / side.name / f"{name}.log"
+
+
+def show(comparison: Comparison, console: Console) -> None:
+    """Print the tables."""
+    lists = {
+        "passed on both": comparison.passed_both,
+        "failed on both": comparison.failed_both,
+        "skipped on both": comparison.skipped_both,
+        "flaky": list(comparison.flaky),
+        "passes on changed only": comparison.won,
+        "passes on stock only": comparison.lost,
+    }
+    table = Table("tests", *(f"{name}" for name in lists))
+    for column in table.columns[1:]:
+        column.justify = "right"
+    counts = [Counter(map(_folder, tests)) for tests in lists.values()]
+    for folder in sorted(set().union(*counts)):
+        table.add_row(folder, *(f"{count[folder]:,}" for count in counts))
+    table.add_section()
+    table.add_row("all", *(f"{len(tests):,}" for tests in lists.values()))
+    console.print(table)
+    if comparison.classes:
+        reasons = Table("failed on both: why", "tests")
+        for name, count in comparison.class_counts():
+            reasons.add_row(name, f"{count:,}")
+        console.print(reasons)
+    for test, rerun in comparison.flaky.items():
+        told = ", ".join(f"{s}: {' '.join(getattr(rerun, s))}" for s in SIDES)
+        console.print(f"flaky: {test} ({told})", markup=False)
+    for name in ("won", "lost"):
+        for test in getattr(comparison, name):
+            console.print(f"{name}: {test}", markup=False)
+
+
+def _folder(test: str) -> str:
+    """The folder of a test, at most four levels deep."""
+    return "/".join(test.split("::")[0].split("/")[:-1][:4])

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where upstream's tests come from, which of them count, and what they run beside."""
+
+import fnmatch
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from vllm_pr.engine.models import BUILD
+from vllm_pr.upstream.hub import write_hub
+
+FOLDER = BUILD / "upstream"
+SIDES = ("stock", "changed")
+# Whole folders, and every other test file that names a part of the pool.
+_FOLDERS = ("core", "kv_connector/unit", "kv_offload", "simple_kv_offload")
+_POOL = re.compile(
+    r"BlockPool|block_pool|FreeKVCacheBlockQueue|free_block_queue|KVCacheBlock\b"
+    r"|KVCacheManager|KVCacheCoordinator|kv_cache_utils|create_scheduler"
+    r"|BlockStored|BlockRemoved|KVEventBatch|EventPublisher"
+)
+_COPIED = ("tests", "examples", "pyproject.toml")
+_REQUIREMENTS = Path(__file__).with_name("requirements.txt")
+
+
+@dataclass(frozen=True)
+class Side:
+    """One side of the comparison.
+
+    Attributes:
+        name: "stock" or "changed".
+        release: The vLLM release, as ``0.32.0``.
+        root: This side's own copy of the tests, the working directory.
+        env: The complete environment of a test process.
+    """
+
+    name: str
+    release: str
+    root: Path
+    env: dict[str, str]
+
+
+def make_sides(release: str | None, part: str) -> tuple[Side, Side]:
+    """Lay out both sides under ``build/upstream/``.
+
+    Args:
+        release: A release, or None for the installed one.
+        part: Part of the change that *changed* has, see ``changed_tree``.
+
+    Raises:
+        PatchError: The change does not fit the release.
+        ValueError: No such release, or its tests cannot be had.
+    """
+    from vllm_pr.patching.trees import changed_tree
+    from vllm_pr.releases import installed_release, sdist_tree, stock_tree
+
+    trees = (stock_tree(release) if release else None, changed_tree(release, part))
+    release = release or installed_release()
+    source = sdist_tree(release)
+    packages, hub = _packages(), write_hub(FOLDER / "hub")
+    sides = []
+    for name, tree in zip(SIDES, trees, strict=True):
+        root = _copy_tests(source, FOLDER / release / name)
+        folders = [str(folder) for folder in (tree, packages) if folder]
+        sides.append(Side(name, release, root, _environment(folders, hub)))
+    return tuple(sides)
+
+
+def select(root: Path, only: str | None = None) -> list[str]:
+    """The test files to run, relative to ``root``.
+
+    Args:
+        root: A copy of the tests.
+        only: Keep those whose path contains this text or matches this glob.
+    """
+    v1 = root / "tests" / "v1"
+    chosen = {file for part in _FOLDERS for file in (v1 / part).rglob("test_*.py")}
+    for folder in (v1, root / "tests" / "distributed"):
+        for file in set(folder.rglob("test_*.py")) - chosen:
+            if _POOL.search(file.read_text(encoding="utf-8")):
+                chosen.add(file)
+    names = sorted(str(file.relative_to(root)) for file in chosen)
+    if only:
+        names = [x for x in names if only in x or fnmatch.fnmatch(x, only)]
+    return names
+
+
+def _copy_tests(source: Path, target: Path) -> Path:
+    shutil.rmtree(target, ignore_errors=True)
+    target.mkdir(parents=True)
+    for name in _COPIED:
+        if (source / name).is_dir():
+            shutil.copytree(source / name, target / name)
+        elif (source / name).exists():
+            shutil.copy2(source / name, target / name)
+    return target
+
+
+def _packages() -> Path:
+    """Folder with what the tests import on top of the environment."""
+    target = FOLDER / "packages"
+    stamp = target / _REQUIREMENTS.name
+    if stamp.is_file() and stamp.read_bytes() == _REQUIREMENTS.read_bytes():
+        return target
+    shutil.rmtree(target, ignore_errors=True)
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
+    command += ["--target", str(target), "--requirement", str(_REQUIREMENTS)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
+        raise ValueError(f"cannot install {_REQUIREMENTS.name} of the tests: {last}")
+    shutil.copy2(_REQUIREMENTS, stamp)
+    return target
+
+
+def _environment(folders: list[str], hub: Path) -> dict[str, str]:
+    dropped = ("VLLM_", "PYTHONPATH", "PYTEST_", "HF_", "COV_CORE_")
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(dropped)}
+    return {
+        **kept,
+        "PYTHONPATH": os.pathsep.join(folders),
+        "PYTHONFAULTHANDLER": "1",
+        "HF_HOME": str(hub),
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_TARGET_DEVICE": "cpu",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    }
