@@ -38,3 +38,6 @@ bench-full: setup ## the same with all points
 
 lint: setup ## our own checks
 	@.venv/bin/ruff check . && .venv/bin/ruff format --check .
+
+lint-upstream: setup ## upstream's own checks on the changed 0.33.0 tree
+	@$(RUN) lint-upstream

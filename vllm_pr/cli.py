@@ -3,12 +3,28 @@
 
 import typer
 
+from vllm_pr.lint_upstream import lint_upstream
+from vllm_pr.doctor.cli import doctor
 from vllm_pr.patching import commands as patching
 from vllm_pr.prove import prove
 
 app = typer.Typer(no_args_is_help=True)
 patching.register(app)
 app.command()(prove)
+app.command()(doctor)
+app.command()(lint_upstream)
+
+
+@app.command()
+def sdist(release: str) -> None:
+    """Print the folder of a release's source tree (fetched when it is not there)."""
+    from vllm_pr.releases import ReleaseError, sdist_tree
+
+    try:
+        print(sdist_tree(release))
+    except ReleaseError as error:
+        typer.echo(f"vllm-pr: {error}", err=True)
+        raise typer.Exit(2) from None
 
 
 @app.callback()

@@ -170,9 +170,7 @@ def test_levels_thin_out_aligned():
 @pytest.mark.parametrize("shift", [0, 1])
 @pytest.mark.parametrize("need", [1, 2, 4, 7, 33])
 @pytest.mark.parametrize("start", [0, 5, 40])
-def test_level_is_the_highest_of_the_boundaries_that_need_the_block(
-    start, need, shift
-):
+def test_level_is_the_highest_of_the_boundaries_that_need_the_block(start, need, shift):
     per_boundary, end = 4, 90
     expected = []
     for block in range(start, end):
