@@ -3,6 +3,7 @@
 
 import json
 from collections import Counter
+from contextlib import ExitStack, closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -14,8 +15,8 @@ from rich.progress import TimeElapsedColumn
 from rich.table import Table
 
 from vllm_pr.upstream.compare import Comparison, Rerun, compare
-from vllm_pr.upstream.runs import Outcome, run_file
-from vllm_pr.upstream.sources import FOLDER, SIDES, Side, make_sides, select
+from vllm_pr.upstream.runs import Outcome, Runner
+from vllm_pr.upstream.sources import SIDES, Side, make_sides, select
 
 RERUNS = 3
 Outcomes = dict[str, dict[str, Outcome]]
@@ -52,9 +53,13 @@ def upstream(
     except (PatchError, ValueError, OSError) as error:
         console.print(f"vllm-pr: {error}", markup=False)
         raise typer.Exit(2) from None
-    outcomes = run_all(sides, files, console)
-    comparison = compare(*outcomes.values())
-    settle(comparison, sides, outcomes, console)
+    try:
+        outcomes = run_all(sides, files, console)
+        comparison = compare(*outcomes.values())
+        settle(comparison, sides, outcomes, console)
+    except RuntimeError as error:
+        console.print(f"vllm-pr: {error}", markup=False)
+        raise typer.Exit(1) from None
     if json_file:
         text = json.dumps({"release": sides[0].release, **asdict(comparison)})
         json_file.write_text(text + "\n", encoding="utf-8")
@@ -71,12 +76,14 @@ def run_all(sides: tuple[Side, ...], files: list[str], console: Console) -> Outc
         MofNCompleteColumn(),
         TimeElapsedColumn(),
     )
-    with Progress(*columns, console=console) as progress:
+    with ExitStack() as stack:
+        runners = [stack.enter_context(closing(Runner(side))) for side in sides]
+        progress = stack.enter_context(Progress(*columns, console=console))
         task = progress.add_task("", total=len(files) * len(sides))
         for file in files:
-            for side in sides:
+            for side, runner in zip(sides, runners, strict=True):
                 progress.update(task, description=f"{side.name:7} {Path(file).name}")
-                outcomes[side.name] |= run_file(side, file, _log(side, file))
+                outcomes[side.name] |= runner.run(file)
                 progress.advance(task)
     return outcomes
 
@@ -103,11 +110,6 @@ def _statuses(runs: list[Outcomes], side: str, test: str) -> tuple[str, ...]:
     return tuple(
         run[side][test].status if test in run[side] else "missing" for run in runs
     )
-
-
-def _log(side: Side, file: str) -> Path:
-    name = file.removeprefix("tests/").removesuffix(".py").replace("/", ".")
-    return FOLDER / side.release / "logs" / side.name / f"{name}.log"
 
 
 def show(comparison: Comparison, console: Console) -> None:

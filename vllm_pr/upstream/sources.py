@@ -42,6 +42,11 @@ class Side:
     root: Path
     env: dict[str, str]
 
+    @property
+    def logs(self) -> Path:
+        """Folder for the output of the test processes."""
+        return FOLDER / self.release / "logs" / self.name
+
 
 def make_sides(release: str | None, part: str) -> tuple[Side, Side]:
     """Lay out both sides under ``build/upstream/``.
