@@ -13,6 +13,7 @@ from vllm_pr.engine.tokenizer import write_tokenizer
 BUILD = Path(__file__).resolve().parents[2] / "build"
 POOL_BYTES = 512 * 1024**2
 _HERE = Path(__file__).resolve().parent
+_SITES = _HERE / "sites"
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class TinyModel:
     smallest_pool: int
     max_model_len: int
     step_tokens: int
-    sites: tuple[Path, ...] = (_HERE / "site",)
+    sites: tuple[Path, ...] = (_SITES / "tiny_models",)
     env: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -77,7 +78,7 @@ MODELS = {
             smallest_pool=438,
             max_model_len=4096,
             step_tokens=512,
-            sites=(_HERE / "site", _HERE / "site_triton"),
+            sites=(_SITES / "tiny_models", _SITES / "deepseek_v4"),
             env={"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "0"},
         ),
         TinyModel(

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM plugin, loaded in every engine process that has this folder on PYTHONPATH.
+"""vLLM plugin, loaded in every engine process that has ``sites/tiny_models`` on PYTHONPATH.
 
 Registers the load format ``seeded``: random weights whose output depends on the whole
 prompt. Each tensor is drawn from a generator seeded with its own name, so two releases
 that name their parameters alike get the same weights.
 """
 
-import importlib.util
 import zlib
 
 SEED = 20
@@ -65,7 +64,3 @@ def register() -> None:
             fill_model(model)
 
     register_model_loader("seeded")(SeededModelLoader)
-    if importlib.util.find_spec("triton_cpu"):
-        import deepseek_v4_cpu
-
-        deepseek_v4_cpu.register()
