@@ -33,7 +33,7 @@ def fail(text):
 
 def fingerprint():
     digest = hashlib.sha256()
-    for path in (REQUIREMENTS, os.path.join(ROOT, "pyproject.toml"), __file__):
+    for path in (REQUIREMENTS, os.path.join(ROOT, "pyproject.toml")):
         with open(path, "rb") as file:
             digest.update(file.read())
     return digest.hexdigest() + " " + sys.version.split()[0]
@@ -79,15 +79,30 @@ def install_torch(python, torch):
     must(uv + ["--torch-backend", "cpu", "--no-deps", torch], "installing torch")
 
 
+def usable(python):
+    """Whether an earlier .venv was finished and its Python is this one."""
+    if not os.path.exists(STAMP):
+        return False
+    ask = "import sys; print(sys.version.split()[0])"
+    try:
+        found = subprocess.check_output([python, "-c", ask]).decode().strip()
+    except (OSError, subprocess.CalledProcessError):
+        return False
+    return found == sys.version.split()[0]
+
+
 def build(stamp):
     started = time.time()
     os.makedirs(os.path.dirname(LOG), exist_ok=True)
     open(LOG, "wb").close()
-    say("building .venv, once; about 3 minutes and 2 GB (log: build/setup.log)")
-    if os.path.exists(VENV):
-        shutil.rmtree(VENV)
-    must([sys.executable, "-m", "venv", VENV], "creating .venv")
     python = os.path.join(VENV, "bin", "python")
+    if usable(python):
+        say("the requirements changed: updating .venv (log: build/setup.log)")
+    else:
+        say("building .venv, once; about 3 minutes and 4 GB (log: build/setup.log)")
+        if os.path.exists(VENV):
+            shutil.rmtree(VENV)
+        must([sys.executable, "-m", "venv", VENV], "creating .venv")
     torch, others = pins()
     say("1/3 %s" % torch)
     install_torch(python, torch)
