@@ -46,7 +46,10 @@ def edit(text: str, root: SgNode, rule: CodeRule) -> Edit:
         span = whole_lines(text, _start(place), _end(place), rule.lines)
         return edit_lines(text, span, rule.action, new, rule.id)
     if rule.action in ("before", "after"):
-        return _beside(text, _statement(text, node), rule.action, new, rule.id)
+        statement = _statement(node)
+        if rule.in_ is not None and _start(statement) <= _start(scope):
+            raise NoPlace(f"'{rule.action}' leads out of {rule.in_}")
+        return _beside(text, statement, rule.action, new, rule.id)
     if rule.action in ("prepend", "append"):
         return _inside(text, node, rule.action, new, rule.id)
     if rule.action == "add_item":
@@ -253,7 +256,7 @@ def _is_docstring(node: SgNode) -> bool:
     )
 
 
-def _statement(text: str, node: SgNode) -> SgNode:
+def _statement(node: SgNode) -> SgNode:
     """The statement around a node; a comment stands for itself."""
     while node.kind() != "comment":
         parent = node.parent()

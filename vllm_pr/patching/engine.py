@@ -58,8 +58,7 @@ def marks(content: bytes, edits: FileRules, rules: Sequence[Rule]) -> set[str]:
 def _is_marked(text: str, place: object, rule: Rule) -> bool:
     try:
         if isinstance(rule, TextRule):
-            section = place.section(rule.section)
-            scope = place.source(section.heading, section.end)
+            scope = place.scope(rule)
         else:
             scope = code.find_scope(place, rule.in_).text()
     except NoPlace:

@@ -94,7 +94,7 @@ class _Repository:
         self.patches = folder / "patches"
         self.root.mkdir()
         name, email = _author()
-        date = f"{_date(sources)} +0000"
+        date = f"@{_date(sources)} +0000"
         self.environment = {
             "PATH": os.environ.get("PATH", os.defpath),
             "HOME": str(folder),

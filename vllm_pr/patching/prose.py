@@ -90,6 +90,13 @@ class Document:
             raise NoPlace(f"'block' matches {len(found)} places, must be exactly one")
         return found[0]
 
+    def scope(self, rule: TextRule) -> str:
+        """The text in which the result of a rule is."""
+        if rule.block is None and rule.action in ("before", "after"):
+            return self.text
+        section = self.section(rule.section)
+        return self.source(section.heading, section.end)
+
     def source(self, first: int, last: int) -> str:
         return self.text[self.starts[first] : self.starts[last]]
 

