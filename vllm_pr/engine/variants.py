@@ -116,6 +116,7 @@ def plan_launch(
             "VLLM_NO_USAGE_STATS": "1",
             "NO_COLOR": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "OMP_NUM_THREADS": "1",
             **model.env,
             **(env or {}),
         },
