@@ -10,9 +10,12 @@ DEFAULT_SWITCH = 262_144
 LONGEST_LONG = 32_768
 UNKNOWN_CONTEXT = 8192
 UNKNOWN_ALIGNMENT = 256
-# A and B together stay below this share of what certainly fits: then losing A is
-# no question of capacity.
-PAIR = 0.9
+# Shares of what certainly fits: of A, of a smaller session, and of all sessions up to
+# A's return. They leave room for A, its branches and two sessions with one system
+# prompt together, so that a miss among them is no question of capacity.
+SESSION = 0.3
+PART = 0.2
+FULL = 0.9
 # Other sessions worth this share of the pool: a list of two equal groups turns over
 # at half of it, one of five at a tenth.
 TARGET = 0.75
@@ -58,13 +61,13 @@ def make_plan(
     longest, smallest = longest_prompt(server), smallest_session(server, overhead)
     _check(server, overhead, longest, smallest, prompt_tokens)
     wanted = prompt_tokens or DEFAULT_SESSION
-    pair = int(PAIR * fits / 2) if fits else longest // 2
-    session = max(smallest, min(wanted, pair, longest))
+    room = fits or 2 * longest
+    session = max(smallest, min(wanted, int(SESSION * room), longest))
     target = _target(server, session)
     short = prompt_tokens is not None and prompt_tokens < smallest
     plan = Plan(
         session_tokens=session,
-        part_tokens=max(smallest, min(session, DEFAULT_PART)),
+        part_tokens=max(smallest, min(session, DEFAULT_PART, int(PART * room))),
         short_tokens=prompt_tokens if short else overhead + 12,
         short_wanted=short,
         switch_tokens=_switch(session, fits, target, switch_tokens),
@@ -123,7 +126,7 @@ def _switch(
     session: int, fits: int | None, target: int | None, wanted: int | None
 ) -> int:
     """Most tokens in between: enough to prove health, inside what fits, bounded."""
-    room = int(PAIR * fits) - session if fits else session
+    room = int(FULL * fits) - session if fits else session
     most = min(wanted or DEFAULT_SWITCH, target or session, room)
     return max(session, most)
 
@@ -143,9 +146,9 @@ def _bound(server: Server, plan: Plan, overhead: int) -> tuple[int, int]:
     session, part = plan.session_tokens, plan.part_tokens
     sizes = rounds(plan)
     others = sum(-(-size // session) for size in sizes)
-    tokens = (4 + len(sizes)) * session + sum(sizes) + 9 * part
+    tokens = (5 + len(sizes)) * session + sum(sizes) + 9 * part
     tokens += 2 * plan.short_tokens + 3 * plan.long_tokens
-    requests = 4 + len(sizes) + others + 9 + 2 + (3 if plan.long_tokens else 0)
+    requests = 5 + len(sizes) + others + 9 + 2 + (3 if plan.long_tokens else 0)
     if not server.tokenizer:
         tokens, requests = int(1.1 * tokens) + overhead + 256, requests + 1
     return tokens, requests

@@ -285,9 +285,10 @@ class Probes:
         self._deadline = time.monotonic() + self._time_limit
         try:
             await self._short_prompt()
-            await self._sessions()
+            await self._session_twice()
             await self._branch()
             await self._system_prompt()
+            await self._switches()
             await self._conversation()
             await self._two_at_once()
             await self._long_sessions()
@@ -325,43 +326,49 @@ class Probes:
             inside = int(len(text) * self._writer.tokens_per_char)
             self._overhead = max(0, reply.prompt_tokens - inside)
 
-    async def _sessions(self) -> None:
-        """A, A, then rounds of other sessions with A after each."""
-        plan = self.evidence.plan
-        self._a = user(await self._session_text(plan.session_tokens))
+    async def _session_twice(self) -> None:
+        """A, and at once A again."""
+        self._a = user(await self._session_text(self.evidence.plan.session_tokens))
         first, _ = await self.send("A", self._a)
-        last, _ = await self.send("A again", self._a, shared=first.prompt_tokens)
+        self._again, _ = await self.send("A again", self._a, shared=first.prompt_tokens)
+        self._left, self._since = self._last, self._own_tokens
+
+    async def _switches(self) -> None:
+        """A after all that came meanwhile, then rounds of other sessions and A."""
+        await self._return_to_a("A before B")
         spare = ROUNDS_SHARE * (self._deadline - time.monotonic())
         until = time.monotonic() + spare
-        for number, size in enumerate(rounds(plan)):
+        for number, size in enumerate(rounds(self.evidence.plan)):
             if number and not self._affordable(size, until, "more sessions than one"):
                 return
-            back = await self._round(number, size, last)
-            kept = (back.cached_tokens or 0) >= 0.9 * (last.cached_tokens or 0)
-            if not last.cached_tokens or not kept:
+            if not await self._round(number, size):
                 return
-            last = back
 
-    async def _round(self, number: int, size: int, last: Reply) -> Reply:
-        """Other sessions of ``size`` tokens in all, then A."""
-        plan, left = self.evidence.plan, self._last
-        count = -(-size // plan.session_tokens)
+    async def _round(self, number: int, size: int) -> bool:
+        """Other sessions of ``size`` tokens in all, then A; whether A still hit."""
+        count = -(-size // self.evidence.plan.session_tokens)
         label = "" if number == 0 else f", round {number + 1}"
-        between, before = 0, self._own_tokens
         for i in range(count):
             name = "B" if number == 0 else f"B{i + 1}{label}"
-            other = user(await self._session_text(size // count))
-            between += (await self.send(name, other))[0].prompt_tokens
-        own = self._own_tokens - before
-        back, _ = await self.send(
-            f"A after B{label}", self._a, shared=last.prompt_tokens
-        )
-        foreign = max(0, _work(left, self._last) - own - back.prompt_tokens - 1)
-        self._file_switch("A", last, between, foreign, back)
-        return back
+            await self.send(name, user(await self._session_text(size // count)))
+        return await self._return_to_a(f"A after B{label}")
+
+    async def _return_to_a(self, name: str) -> bool:
+        """Send A and note the switch; whether it hit as the immediate resend did."""
+        before, between = self._again.cached_tokens, self._own_tokens - self._since
+        back, _ = await self.send(name, self._a, shared=self._again.prompt_tokens)
+        foreign = _work(self._left, self._last) - (self._own_tokens - self._since)
+        self._file_switch("A", before, between, max(0, foreign), back)
+        self._left, self._since = self._last, self._own_tokens
+        return bool(before) and (back.cached_tokens or 0) >= 0.9 * before
 
     def _file_switch(
-        self, session: str, last: Reply, between: int, foreign: int, back: Reply
+        self,
+        session: str,
+        before: int | None,
+        between: int,
+        foreign: int,
+        back: Reply,
     ) -> None:
         self.evidence.switches.append(
             Switch(
@@ -369,7 +376,7 @@ class Probes:
                 back.prompt_tokens,
                 between,
                 foreign if self.evidence.server.metrics else 0,
-                last.cached_tokens,
+                before,
                 back.cached_tokens,
             )
         )
@@ -461,7 +468,7 @@ class Probes:
         foreign = max(0, _work(left, self._last) - (self._own_tokens - own))
         # C is not sent twice in a row: whatever ends at its last alignment counts.
         unit = self.evidence.alignment or hit_alignment(self.evidence.server)
-        expected = Reply("", size, (first.prompt_tokens - 1) // unit * unit)
+        expected = (first.prompt_tokens - 1) // unit * unit
         self._file_switch("C", expected, between, foreign, back)
 
     # -- sizes and time ----------------------------------------------------------

@@ -475,8 +475,10 @@ def sparse_retention(evidence: Evidence) -> Finding | None:
     """The first branch, or a second session with the same system prompt, misses."""
     misses = list(_sparse_misses(evidence))
     unstable = evidence.template is not None and not evidence.template.stable_in_time
-    if not misses or unstable or evidence.server.interval == "None":
+    if not misses or unstable:
         return None
+    if evidence.server.interval == "None":
+        return _checkpoints_evicted(evidence, misses)
     second = evidence.reply("branch off A again")
     learned = second and (second.cached_tokens or 0) >= HALF * expected(evidence, second)
     lines = [f"{hit(r)}, {expected(evidence, r)} could have been" for r in misses]
@@ -508,6 +510,26 @@ def _sparse_misses(evidence: Evidence) -> Iterator[Reply]:
         crowded = fits and reply.prompt_tokens + evidence.traffic.tokens > fits
         if reply.cached_tokens < HALF * expected(evidence, reply) and not crowded:
             yield reply
+
+
+def _checkpoints_evicted(evidence: Evidence, misses: list[Reply]) -> Finding | None:
+    """With dense checkpoints a branch misses only when they had to make room."""
+    if any(flushed(evidence)):
+        return None
+    return Finding(
+        "checkpoints-evicted",
+        "fault",
+        "Checkpoints inside a prompt are evicted before they are used",
+        "The interval keeps a checkpoint at every hit alignment, but the pool is full: "
+        "whole sessions are kept first, checkpoints inside them only in what room is "
+        "left.",
+        [
+            *(f"{hit(r)}, {expected(evidence, r)} could have been" for r in misses),
+            _pool(evidence),
+            *remedies.release_lines(evidence.server),
+        ],
+        remedies.more_room(2.0),
+    )
 
 
 def preemption(evidence: Evidence) -> Finding | None:
