@@ -10,14 +10,14 @@ vLLM until a scenario runs, so any process may read them.
 """
 
 import argparse
+import itertools
 import json
 import random
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
 from functools import lru_cache
-
-SESSION_SWITCH = "session_switch"
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -25,9 +25,10 @@ class Group:
     """One KV cache group.
 
     Attributes:
-        kind: "full", "sliding", "mla" or "sliding_mla".
+        kind: "full", "sliding", "mla", "sliding_mla", "chunked_local", "mamba" (state
+            snapshots at block boundaries) or "cross" (never cached).
         block_size: tokens a block.
-        window: tokens of the sliding window, None for full attention.
+        window: tokens of the sliding window or of a chunk, None where there is none.
     """
 
     kind: str
@@ -82,8 +83,6 @@ class Ask:
         name: unique within the scenario.
         prompt: pieces of the prompt.
         output: what is sampled.
-        wants: what a correct cache serves, as a share of the prompt; None where
-            nothing can be cached, or where the scenario asserts nothing.
     """
 
     name: str
@@ -106,9 +105,9 @@ class Scenario:
         blocks: size of the pool, in blocks.
         chunk_tokens: most prompt tokens in one scheduler step.
         asks: the requests.
-        returns: names of the requests that must be served as well as ``resend`` is.
+        shown: names of the requests that tell a table's reader what happened.
         resend: name of the request that repeats its predecessor at once, or None.
-        dense: names of the requests that must be served as with dense checkpoints.
+        returns: name of the request that must be served as well as ``resend``, or None.
     """
 
     name: str
@@ -117,21 +116,27 @@ class Scenario:
     blocks: int
     chunk_tokens: int
     asks: tuple[Ask, ...]
-    returns: tuple[str, ...] = ()
+    shown: tuple[str, ...]
     resend: str | None = None
-    dense: tuple[str, ...] = ()
+    returns: str | None = None
 
 
 @dataclass
 class Row:
-    """What one request of a scenario got; tokens."""
+    """What one request of a scenario got.
+
+    Attributes:
+        interval: retention interval as it was asked for, ``"default"`` included.
+        peak_blocks: most blocks that it held at once.
+    """
 
     scenario: str
+    interval: int | str | None
     eagle: bool
     request: str
     prompt_tokens: int
     cached_tokens: int
-    extra: dict = field(default_factory=dict)
+    peak_blocks: int
 
 
 @lru_cache(maxsize=64)
@@ -163,8 +168,9 @@ def session_switch(
         blocks,
         chunk_tokens,
         (_ask("A", a), _ask("A resend", a), _ask("B", b), _ask("A return", a)),
-        returns=("A return",),
+        shown=("A resend", "A return"),
         resend="A resend",
+        returns="A return",
     )
 
 
@@ -186,7 +192,7 @@ def branch(tokens: int = 50_000) -> Scenario:
             _ask("first branch", half, rest("branch 1")),
             _ask("second branch", half, rest("branch 2")),
         ),
-        dense=("first branch", "second branch"),
+        shown=("first branch", "second branch"),
     )
 
 
@@ -201,7 +207,7 @@ def system_prompt(shared: int = 20_000, own: int = 3_000) -> Scenario:
         20_000,
         8192,
         tuple(_ask(name, system, Text(name, own)) for name in names),
-        dense=names[1:],
+        shown=names[1:],
     )
 
 
@@ -226,7 +232,7 @@ def multi_turn() -> Scenario:
         20_000,
         8192,
         tuple(asks),
-        dense=tuple(ask.name for ask in asks[1:]),
+        shown=(asks[-1].name,),
     )
 
 
@@ -241,6 +247,7 @@ def round_robin() -> Scenario:
         2_701,
         2048,
         tuple(asks),
+        shown=(asks[2].name, asks[-1].name),
     )
 
 
@@ -257,7 +264,7 @@ def edit_end(tokens: int = 5_000, edited: int = 10) -> Scenario:
             _ask("A", Text("session A", tokens)),
             _ask("edited", kept, Text("edit", edited)),
         ),
-        dense=("edited",),
+        shown=("edited",),
     )
 
 
@@ -275,28 +282,35 @@ SCENARIOS = {
 }
 
 
-def run(scenario: Scenario, eagle: bool = False, **driver: object) -> Iterator[Row]:
+def run(
+    scenario: Scenario,
+    eagle: bool = False,
+    interval: int | str | None = "default",
+    **driver: Any,
+) -> Iterator[Row]:
     """Run a scenario on a fresh pool of the vLLM that this process imports.
 
     Args:
         scenario: what to run.
         eagle: whether an EAGLE drafter runs.
-        **driver: further arguments of `vllm_pr.driver.Driver`, such as ``interval``.
+        interval: retention interval in tokens, None, or "default".
+        **driver: further arguments of `vllm_pr.driver.Driver`.
     """
     from vllm_pr.driver import Driver
 
     driver.setdefault("chunk_tokens", scenario.chunk_tokens)
     driver.setdefault("blocks", scenario.blocks)
-    cache = Driver(scenario.geometry, eagle=eagle, **driver)
+    cache = Driver(scenario.geometry, eagle=eagle, interval=interval, **driver)
     for ask in scenario.asks:
         served = cache.run(token_ids(*ask.prompt), token_ids(ask.output))
         yield Row(
             scenario.name,
+            interval,
             eagle,
             ask.name,
             served.prompt_tokens,
             served.cached_tokens,
-            {"peak_blocks": served.peak_blocks},
+            served.peak_blocks,
         )
 
 
@@ -312,26 +326,28 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m vllm_pr.scenarios")
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     parser.add_argument("--scenario", action="append", choices=sorted(SCENARIOS))
-    parser.add_argument("--interval", type=interval_argument, default="default")
+    parser.add_argument(
+        "--interval",
+        action="append",
+        type=interval_argument,
+        help="default, none or tokens; more than once: all of them",
+    )
     parser.add_argument("--eagle", choices=("off", "on", "both"), default="both")
     options = parser.parse_args(arguments)
     modes = {"off": [False], "on": [True], "both": [False, True]}[options.eagle]
-    for name in options.scenario or SCENARIOS:
-        for eagle in modes:
-            for row in run(SCENARIOS[name], eagle, interval=options.interval):
-                print(_line(row, options.json), flush=True)
+    for name, eagle, interval in itertools.product(
+        options.scenario or SCENARIOS, modes, options.interval or ["default"]
+    ):
+        for row in run(SCENARIOS[name], eagle, interval):
+            print(json.dumps(asdict(row)) if options.json else _line(row), flush=True)
 
 
-def _line(row: Row, as_json: bool) -> str:
-    values = {**vars(row), **row.extra}
-    del values["extra"]
-    if as_json:
-        return json.dumps(values)
+def _line(row: Row) -> str:
     share = 100 * row.cached_tokens / row.prompt_tokens
-    drafter = "EAGLE" if row.eagle else "-"
     return (
-        f"{row.scenario:20} {drafter:6} {row.request:16} {row.prompt_tokens:8,} "
-        f"{row.cached_tokens:8,} {share:6.1f} %  {values['peak_blocks']:6,} blocks"
+        f"{row.scenario:20} {str(row.interval).lower():8} "
+        f"{'EAGLE' if row.eagle else '-':6} {row.request:16} {row.prompt_tokens:8,} "
+        f"{row.cached_tokens:8,} {share:6.1f} %  {row.peak_blocks:6,} blocks"
     )
 
 
