@@ -5,6 +5,7 @@ import typer
 
 from vllm_pr.lint_upstream import lint_upstream
 from vllm_pr.doctor.cli import doctor
+from vllm_pr.matrix import matrix
 from vllm_pr.patching import commands as patching
 from vllm_pr.prove import prove
 
@@ -12,6 +13,7 @@ app = typer.Typer(no_args_is_help=True)
 patching.register(app)
 app.command()(prove)
 app.command()(doctor)
+app.command()(matrix)
 app.command()(lint_upstream)
 
 

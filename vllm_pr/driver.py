@@ -14,25 +14,33 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
-from vllm.config import CacheConfig
 from vllm.sampling_params import SamplingParams
-from vllm.v1 import kv_cache_interface
-from vllm.v1.core import kv_cache_utils, single_type_kv_cache_manager
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.request import Request, RequestStatus
 
+from vllm.config import CacheConfig
+from vllm.v1 import kv_cache_interface
+from vllm.v1.core import kv_cache_utils, single_type_kv_cache_manager
 from vllm_pr.scenarios import Geometry, Group
 
 INTERVAL_VARIABLE = "VLLM_PREFIX_CACHE_RETENTION_INTERVAL"
 DEFAULT = "default"
+_ATTENTION = {"num_kv_heads": 1, "head_size": 64, "dtype": torch.bfloat16}
+_LATENT = {"num_kv_heads": 1, "head_size": 512, "dtype": torch.bfloat16}
+_STATE = {"shapes": ((64,),), "dtypes": (torch.float32,), "mamba_cache_mode": "align"}
+# By kind: name of the specification, its shape, and the keyword of its window.
 _SPECS = {
-    "full": ("FullAttentionSpec", {"num_kv_heads": 1, "head_size": 64}),
-    "sliding": ("SlidingWindowSpec", {"num_kv_heads": 1, "head_size": 64}),
-    "mla": ("MLAAttentionSpec", {"num_kv_heads": 1, "head_size": 512}),
-    "sliding_mla": ("SlidingWindowMLASpec", {"num_kv_heads": 1, "head_size": 512}),
+    "full": ("FullAttentionSpec", _ATTENTION, ""),
+    "sliding": ("SlidingWindowSpec", _ATTENTION, "sliding_window"),
+    "mla": ("MLAAttentionSpec", _LATENT, ""),
+    "sliding_mla": ("SlidingWindowMLASpec", _LATENT, "sliding_window"),
+    "chunked_local": ("ChunkedLocalAttentionSpec", _ATTENTION, "attention_chunk_size"),
+    "mamba": ("MambaSpec", _STATE, ""),
+    "cross": ("CrossAttentionSpec", _ATTENTION, ""),
 }
 
 
@@ -40,9 +48,14 @@ class OutOfBlocks(RuntimeError):
     """The pool cannot hold the next chunk of a request."""
 
 
+@cache
+def _parameters(function: Callable) -> frozenset[str]:
+    return frozenset(inspect.signature(function).parameters)
+
+
 def accepted(target: Callable, **keywords: Any) -> dict[str, Any]:
     """The keywords that ``target`` takes in this release."""
-    known = inspect.signature(target).parameters
+    known = _parameters(getattr(target, "__func__", target))
     return {name: value for name, value in keywords.items() if name in known}
 
 
@@ -86,10 +99,10 @@ def _interval_variable(interval: int | None) -> Iterator[None]:
 
 
 def _spec(group: Group) -> Any:
-    name, shape = _SPECS[group.kind]
-    window = {} if group.window is None else {"sliding_window": group.window}
+    name, shape, window = _SPECS[group.kind]
+    keywords = {window: group.window} if window else {}
     kind = getattr(kv_cache_interface, name)
-    return kind(block_size=group.block_size, dtype=torch.bfloat16, **shape, **window)
+    return kind(block_size=group.block_size, **shape, **keywords)
 
 
 def block_sizes(geometry: Geometry) -> tuple[int, int]:

@@ -115,8 +115,9 @@ def find_release(version: str) -> Release:
     try:
         return known[Version(version).public]
     except (InvalidVersion, KeyError):
-        names = ", ".join(known)
-        raise ReleaseError(f"no such release here: {version} (known: {names})") from None
+        raise ReleaseError(
+            f"no such release here: {version} (known: {', '.join(known)})"
+        ) from None
 
 
 def nearest_release(version: str) -> Release | None:
