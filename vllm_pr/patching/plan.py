@@ -63,6 +63,8 @@ def make_plan(
             changes.append(Change(path, None, content))
     if lines:
         raise PatchError(*lines)
+    if not changes:
+        raise PatchError(f"no rule is for vLLM {release}")
     return sorted(changes, key=lambda change: change.path)
 
 

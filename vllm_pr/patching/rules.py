@@ -1,5 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules files: their keys, and what is wrong with one in a line each."""
+"""Rules files: their keys, and what is wrong with one in a line each.
+
+``vllm/a/b.rules.yaml`` edits ``vllm/a/b.py``, ``docs/a.rules.yaml`` edits
+``docs/a.md``. Top-level keys: ``edits``, ``rules`` and, where not all releases have
+the file, ``releases``. Keys of every rule:
+
+* ``id`` (unique in the project) and ``why`` (one line);
+* ``releases``: a version specifier set, ``all`` by default;
+* ``part``: ``queue`` (default) or ``default``, the commit it belongs to;
+* one action, a text: ``replace`` (an empty text takes the lines away), ``before``,
+  ``after``, ``prepend`` and ``append`` (inside a body), ``add_item``.
+
+Python. ``match`` is an ast-grep pattern, ``rule`` a whole ast-grep rule; one of them,
+inside ``in`` (class, class.method or function; without it anywhere in the file), must
+match exactly one node. The text is indented as its place, and ``$NAME`` or
+``$$$NAMES`` in it stands for what the pattern matched.
+
+* ``before`` and ``after`` go beside the enclosing statement, on lines of their own; a
+  function or class is parted from its neighbours by blank lines.
+* ``prepend`` (after a docstring) and ``append`` go into the body of the match or, with
+  neither ``match`` nor ``rule``, of ``in``; ``append`` also adds lines to a string.
+* ``add_item`` adds to the arguments, parameters, bases or elements of the match, in
+  the layout that the list has; to an import, where isort wants it.
+* ``lines`` is a regular expression that must match once in the match or, without one,
+  in the docstring of ``in``: the action is then on the whole lines that it touches.
+
+Markdown. ``section`` is a heading such as ``## Title``.
+
+* Alone: ``replace``, ``prepend`` and ``append`` are on its own text, which ends at the
+  next heading; ``before`` and ``after`` put blocks around it with its subsections.
+* With ``block`` (``kind``, and ``nth`` or ``regex``, to choose one of the section's own
+  blocks): ``replace``, ``before`` and ``after`` are on that block, or on its ``lines``.
+"""
 
 from __future__ import annotations
 

@@ -68,7 +68,9 @@ class Sources:
     def fingerprint(self) -> str:
         """SHA-256 over all sources: changes whenever a result might."""
         digest = hashlib.sha256()
-        paths = [NEW_FILES, *self.new_files, *(edit.source for edit in self.edits)]
+        paths = [*self.new_files, *(edit.source for edit in self.edits)]
+        if self.new_files:
+            paths.append(NEW_FILES)
         for path in sorted(paths):
             content = (self.root / path).read_bytes()
             digest.update(f"{path}\0{len(content)}\0".encode() + content)

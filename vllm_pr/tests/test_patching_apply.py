@@ -301,6 +301,38 @@ def test_half_of_the_change_by_other_means(tree, sources):
     assert kit.snapshot(tree.root) == before
 
 
+def test_a_rule_that_only_deletes_is_no_sign_of_the_change(tmp_path, tree):
+    """On a release that never had what the rule takes away, say."""
+    item = "id: drop\nwhy: x\nin: Pool.__init__\nmatch: self.size = $X\nreplace: ''"
+    other = "id: add\nwhy: x\nin: touch\nprepend: first()"
+    sources = Sources(kit.write(tmp_path / "small", kit.rules(item, other)))
+    pool = tree.root / "vllm/v1/core/pool.py"
+    pool.write_text(kit.POOL.replace("self.size", "self.length"))
+    assert status(tree, sources).state == "not applied"
+    with pytest.raises(PatchError, match="'drop'"):
+        apply(tree, sources)
+    pool.write_text(kit.POOL)
+    apply(tree, sources)
+    shutil.rmtree(tree.package / journal.STATE)
+    found = status(tree, sources)
+    assert (found.state, found.by) == ("applied", "other")
+
+
+def test_a_rule_whose_result_is_in_stock_already_is_told(tmp_path, tree):
+    item = "id: vague\nwhy: x\nin: touch\nmatch: block.count += 1\nreplace: block"
+    other = "id: add\nwhy: x\nin: touch\nprepend: first()"
+    sources = Sources(kit.write(tmp_path / "small", kit.rules(item, other)))
+    with pytest.raises(PatchError, match="there is vague, but not add"):
+        apply(tree, sources)
+
+
+def test_a_release_without_any_rule_is_refused(tmp_path, tree):
+    rule = "id: a\nwhy: x\nreleases: <0.1\nin: touch\nprepend: first()"
+    sources = Sources(kit.write(tmp_path / "small", kit.rules(rule)))
+    with pytest.raises(PatchError, match=f"no rule is for vLLM {kit.RELEASE}"):
+        apply(tree, sources)
+
+
 @pytest.mark.parametrize(
     "version, says",
     [
@@ -525,13 +557,13 @@ def test_byte_code_of_the_change_goes_with_it(tree, sources):
     assert seen_by_python(tree, write_cache=False) == "1.0"
 
 
-def test_an_apply_within_the_second_of_the_install(tree, sources):
+def test_an_apply_within_the_second_of_the_install(tree, sources, monkeypatch):
     """Python tells byte code by whole seconds and size: both may be equal."""
     pool = tree.root / "vllm/v1/core/pool.py"
-    os.utime(pool)
-    old = pool.stat().st_mtime_ns // 10**9
+    old = pool.stat().st_mtime_ns
+    monkeypatch.setattr(journal.time, "time_ns", lambda: old + 5)
     apply(tree, sources)
-    assert pool.stat().st_mtime_ns // 10**9 != old
+    assert pool.stat().st_mtime_ns // 10**9 != old // 10**9
 
 
 # --- the installed package
@@ -553,6 +585,7 @@ def test_round_trip_on_a_copy_of_the_installed_package(tmp_path):
             shutil.copy2(source, root / name)
     tree = open_tree(root)
     before = kit.snapshot(root)
+    assert status(tree, sources).state == "not applied"
     outcome = apply(tree, sources)
     assert "vllm/v1/core/free_block_queue.py" in outcome.files
     assert status(tree, sources).state == "applied"

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import py_compile
 import shutil
 import subprocess
 import sys
@@ -437,6 +438,14 @@ def test_the_changed_copy_is_made_once_and_again_when_something_changes(
     rules.write_text(rules.read_text().replace("if block.waits", "if block.idle"))
     seen.add(trees.changed_tree())
     assert len(seen) == 5
+
+
+def test_byte_code_is_copied_but_that_of_edited_files(small_stock):
+    for path in sorted((small_stock / "vllm").rglob("*.py")):
+        py_compile.compile(str(path), doraise=True)
+    changed = trees.changed_tree()
+    copied = {path.name.split(".")[0] for path in changed.rglob("*.pyc")}
+    assert copied == {"__init__", "queue"}
 
 
 def test_the_first_part_alone(small_stock):
