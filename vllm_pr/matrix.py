@@ -20,18 +20,23 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import IO, TYPE_CHECKING, Annotated
 
 import typer
 
 from vllm_pr.patching.errors import PatchError
 from vllm_pr.releases import ROOT, Release, find_release, known_releases, stock_tree
-from vllm_pr.scenarios import SCENARIOS, Scenario
+from vllm_pr.scenarios import SCENARIOS
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 DOCS = ROOT / "docs" / "releases.md"
 STOCK_DEFAULT, STOCK_NONE, CHANGED = "stock-default", "stock-none", "changed"
 RETURN_SHARE = 0.99
 WORKERS = 2
+_PIPE_WIDTH = 148
+_FIRST_COLUMNS, _COLUMN = 27, 10  # characters of release and variant, of each other
 _KEPT_VARIABLES = ("HOME", "LANG", "LC_ALL", "PATH", "TMPDIR")
 
 
@@ -233,7 +238,7 @@ class Run:
                 self.failed.append(f"{job.name}: the worker failed ({code}): {last}")
         return results
 
-    def _start(self, job: Job, errors: object) -> subprocess.Popen | None:
+    def _start(self, job: Job, errors: IO[str]) -> subprocess.Popen | None:
         command = [sys.executable, "-m", "vllm_pr.scenarios", "--json"]
         for _, interval in job.variants:
             command += ["--interval", interval]
@@ -272,24 +277,12 @@ def _result(job: Job, row: dict) -> Result:
     return Result(job.release.version, variant, *(row[field] for field in fields))
 
 
-def _columns() -> list[tuple[Scenario, str, str]]:
+def _columns() -> list[tuple[str, str, str]]:
     """Scenario, request and heading of each column of the tables."""
-    headings = {
-        "session_switch_50k": "50k:",
-        "session_switch_250k": "250k:",
-        "multi_turn": "chat, ",
-        "round_robin": "2 users, ",
-    }
     return [
-        (
-            scenario,
-            request,
-            headings.get(scenario.name, "")
-            + (" " if headings.get(scenario.name, "").endswith(":") else "")
-            + request.removeprefix("chat "),
-        )
+        (scenario.name, request, heading)
         for scenario in SCENARIOS.values()
-        for request in scenario.shown
+        for request, heading in scenario.shown
     ]
 
 
@@ -298,7 +291,7 @@ def table_rows(results: Results, eagle: bool) -> list[list[str]]:
     rows = []
     for release, variant in results.variants():
         cells = [
-            results.get(release, variant, scenario.name, eagle, request)
+            results.get(release, variant, scenario, eagle, request)
             for scenario, request, _ in _columns()
         ]
         shares = ["–" if cell is None else f"{cell.share:.1f}" for cell in cells]
@@ -306,26 +299,43 @@ def table_rows(results: Results, eagle: bool) -> list[list[str]]:
     return rows
 
 
-def print_tables(results: Results, console: object) -> None:
-    """Both tables on the terminal."""
+def print_tables(results: Results, console: Console) -> None:
+    """Both tables, each in as many parts as the terminal's width asks for."""
+    headings = [heading for _, _, heading in _columns()]
+    at_once = max(1, (console.width - _FIRST_COLUMNS) // _COLUMN)
+    for eagle in (False, True):
+        rows = table_rows(results, eagle)
+        title = "Prompt tokens served from the prefix cache, %"
+        for start in range(0, len(headings), at_once):
+            part = slice(start, start + at_once)
+            _print_table(
+                console,
+                title + (", with EAGLE" if eagle else ", without EAGLE"),
+                headings[part],
+                [[*row[:2], *row[2:][part]] for row in rows],
+            )
+
+
+def _print_table(
+    console: Console, title: str, headings: list[str], rows: list[list[str]]
+) -> None:
+    from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    for eagle in (False, True):
-        title = "Prompt tokens served from the prefix cache, %"
-        table = Table(title=title + (", with EAGLE" if eagle else ""))
-        table.add_column("release", no_wrap=True)
-        table.add_column("variant", no_wrap=True)
-        for _, _, heading in _columns():
-            table.add_column(heading, justify="right")
-        previous = ""
-        for release, variant, *shares in table_rows(results, eagle):
-            if previous and release != previous:
-                table.add_section()
-            style = "bold" if variant == CHANGED else None
-            name = release if release != previous else ""
-            table.add_row(name, variant, *map(_coloured, shares), style=style)
-            previous = release
-        console.print(table)
+    table = Table(title=title, box=SIMPLE_HEAD, title_justify="left", padding=(0, 1))
+    table.add_column("release", no_wrap=True)
+    table.add_column("variant", no_wrap=True)
+    for heading in headings:
+        table.add_column(heading, justify="right", width=_COLUMN - 3)
+    previous = ""
+    for release, variant, *shares in rows:
+        if previous and release != previous:
+            table.add_section()
+        style = "bold" if variant == CHANGED else None
+        name = release if release != previous else ""
+        table.add_row(name, variant, *map(_coloured, shares), style=style)
+        previous = release
+    console.print(table)
 
 
 def _coloured(share: str) -> str:
@@ -481,13 +491,13 @@ def _check_outputs(json_file: Path | None, docs: Path | None) -> None:
         _read_page(docs)
 
 
-def _say(console: object, lines: Iterable[str]) -> None:
+def _say(console: Console, lines: Iterable[str]) -> None:
     for line in lines:
         console.print(f"vllm-pr: {line}", markup=False)
 
 
 def _prepare(
-    releases: list[Release], console: object
+    releases: list[Release], console: Console
 ) -> tuple[list[Job], dict[str, str]]:
     """The jobs, and why a release has none.
 
@@ -509,7 +519,7 @@ def _prepare(
     return jobs, missing
 
 
-def _measure(jobs: list[Job], console: object) -> tuple[Results, list[str]]:
+def _measure(jobs: list[Job], console: Console) -> tuple[Results, list[str]]:
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (
@@ -536,7 +546,8 @@ def _report(
 ) -> None:
     from rich.console import Console
 
-    print_tables(results, Console())
+    plain = Console()
+    print_tables(results, plain if plain.is_terminal else Console(width=_PIPE_WIDTH))
     if json_file is not None:
         rows = [asdict(result) for result in results.all]
         _write(json_file, json.dumps(rows, indent=1) + "\n")

@@ -105,7 +105,8 @@ class Scenario:
         blocks: size of the pool, in blocks.
         chunk_tokens: most prompt tokens in one scheduler step.
         asks: the requests.
-        shown: names of the requests that tell a table's reader what happened.
+        shown: the requests that tell a reader what happened, each with the heading of
+            its column in a table.
         resend: name of the request that repeats its predecessor at once, or None.
         returns: name of the request that must be served as well as ``resend``, or None.
     """
@@ -116,7 +117,7 @@ class Scenario:
     blocks: int
     chunk_tokens: int
     asks: tuple[Ask, ...]
-    shown: tuple[str, ...]
+    shown: tuple[tuple[str, str], ...]
     resend: str | None = None
     returns: str | None = None
 
@@ -168,7 +169,10 @@ def session_switch(
         blocks,
         chunk_tokens,
         (_ask("A", a), _ask("A resend", a), _ask("B", b), _ask("A return", a)),
-        shown=("A resend", "A return"),
+        shown=(
+            ("A resend", f"{tokens // 1000}k resend"),
+            ("A return", f"{tokens // 1000}k return"),
+        ),
         resend="A resend",
         returns="A return",
     )
@@ -192,7 +196,10 @@ def branch(tokens: int = 50_000) -> Scenario:
             _ask("first branch", half, rest("branch 1")),
             _ask("second branch", half, rest("branch 2")),
         ),
-        shown=("first branch", "second branch"),
+        shown=(
+            ("first branch", "first branch"),
+            ("second branch", "second branch"),
+        ),
     )
 
 
@@ -207,7 +214,7 @@ def system_prompt(shared: int = 20_000, own: int = 3_000) -> Scenario:
         20_000,
         8192,
         tuple(_ask(name, system, Text(name, own)) for name in names),
-        shown=names[1:],
+        shown=tuple((name, name) for name in names[1:]),
     )
 
 
@@ -232,7 +239,7 @@ def multi_turn() -> Scenario:
         20_000,
         8192,
         tuple(asks),
-        shown=(asks[-1].name,),
+        shown=((asks[-1].name, asks[-1].name),),
     )
 
 
@@ -247,7 +254,7 @@ def round_robin() -> Scenario:
         2_701,
         2048,
         tuple(asks),
-        shown=(asks[2].name, asks[-1].name),
+        shown=((asks[2].name, "2 users turn 2"), (asks[-1].name, "2 users turn 3")),
     )
 
 
@@ -264,7 +271,7 @@ def edit_end(tokens: int = 5_000, edited: int = 10) -> Scenario:
             _ask("A", Text("session A", tokens)),
             _ask("edited", kept, Text("edit", edited)),
         ),
-        shown=("edited",),
+        shown=(("edited", "edited end"),),
     )
 
 
