@@ -116,9 +116,7 @@ def block_sizes(geometry: Geometry) -> tuple[int, int]:
 
 def _register_specs() -> None:
     """From 0.23.0 on, the engine registers the managers of the specs at start-up."""
-    register = getattr(
-        single_type_kv_cache_manager, "register_all_kvcache_specs", None
-    )
+    register = getattr(single_type_kv_cache_manager, "register_all_kvcache_specs", None)
     if register is not None:
         register(vllm_config=None)
 
@@ -329,4 +327,3 @@ class Driver:
                 f"{request.num_computed_tokens}: {self.pool.get_num_free_blocks()} of "
                 f"{self.pool.num_gpu_blocks} blocks are free"
             )
-

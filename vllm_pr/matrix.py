@@ -60,11 +60,19 @@ class Result:
 
 @dataclass(frozen=True)
 class Job:
-    """One worker process: one tree, all scenarios, one or more intervals."""
+    """One worker process.
+
+    Attributes:
+        release: what runs.
+        tree: folder that goes first on ``PYTHONPATH``.
+        variants: name and interval of each variant.
+        scenarios: names of the scenarios.
+    """
 
     release: Release
     tree: Path
     variants: tuple[tuple[str, str], ...]
+    scenarios: tuple[str, ...] = tuple(SCENARIOS)
 
     @property
     def name(self) -> str:
@@ -73,7 +81,7 @@ class Job:
 
     @property
     def rows(self) -> int:
-        requests = sum(len(scenario.asks) for scenario in SCENARIOS.values())
+        requests = sum(len(SCENARIOS[name].asks) for name in self.scenarios)
         return requests * 2 * len(self.variants)
 
 
@@ -133,19 +141,10 @@ def _reasons(results: Results, changed: Result) -> Iterator[str]:
 
 def contradictions(results: Results) -> list[str]:
     """Where a verdict in ``releases.toml`` is not what was measured; one line each."""
-    measured = {
-        "session_switch": _session_switch,
-        "first_branch": lambda hit: _word(hit("branch", "first branch")),
-        "eagle_resend": lambda hit: _word(hit("session_switch_50k", "A resend", True)),
-    }
     lines = []
     for release in known_releases():
-        hit = _hits(results, release.version)
-        if hit is None:
-            continue
-        for fact, measure in measured.items():
-            found, written = measure(hit), getattr(release, fact)
-            if found != written:
+        for fact, found in _verdicts(results, release.version):
+            if found != (written := getattr(release, fact)):
                 lines.append(
                     f"releases.toml says {fact} = {written!r} of {release.version}, "
                     f"measured is {found!r}"
@@ -153,30 +152,27 @@ def contradictions(results: Results) -> list[str]:
     return lines
 
 
-def _hits(results: Results, release: str) -> Callable[..., bool] | None:
-    if not any(
-        r.release == release and r.variant == STOCK_DEFAULT for r in results.all
-    ):
-        return None
+def _verdicts(results: Results, release: str) -> Iterator[tuple[str, str]]:
+    """What was measured of each fact, of a release as it ships."""
 
-    def hit(scenario: str, request: str, eagle: bool = False) -> bool:
+    def lost(scenario: str, request: str, eagle: bool = False) -> bool | None:
         found = results.get(release, STOCK_DEFAULT, scenario, eagle, request)
-        return found is not None and found.cached_tokens > 0
+        return None if found is None else found.cached_tokens == 0
 
-    return hit
+    short = lost("session_switch_50k", "A return")
+    long = lost("session_switch_250k", "A return")
+    if short is not None and long is not None:
+        kept = "lost-when-long" if long else "kept"
+        yield "session_switch", "lost" if short else kept
+    for fact, is_lost in (
+        ("first_branch", lost("branch", "first branch")),
+        ("eagle_resend", lost("session_switch_50k", "A resend", eagle=True)),
+    ):
+        if is_lost is not None:
+            yield fact, "lost" if is_lost else "kept"
 
 
-def _word(hit: bool) -> str:
-    return "kept" if hit else "lost"
-
-
-def _session_switch(hit: Callable[..., bool]) -> str:
-    if not hit("session_switch_50k", "A return"):
-        return "lost"
-    return "kept" if hit("session_switch_250k", "A return") else "lost-when-long"
-
-
-def plan(release: Release) -> list[Job]:
+def plan(release: Release, scenarios: tuple[str, ...] = tuple(SCENARIOS)) -> list[Job]:
     """The worker processes for a release.
 
     Raises:
@@ -185,12 +181,12 @@ def plan(release: Release) -> list[Job]:
     variants = [(STOCK_DEFAULT, "default")]
     if release.interval == "0":
         variants.append((STOCK_NONE, "none"))
-    jobs = [Job(release, stock_tree(release.version), tuple(variants))]
+    jobs = [Job(release, stock_tree(release.version), tuple(variants), scenarios)]
     if release.change:
         from vllm_pr.patching.trees import changed_tree
 
         tree = changed_tree(release.version)
-        jobs.append(Job(release, tree, ((CHANGED, "default"),)))
+        jobs.append(Job(release, tree, ((CHANGED, "default"),), scenarios))
     return jobs
 
 
@@ -242,6 +238,8 @@ class Run:
         command = [sys.executable, "-m", "vllm_pr.scenarios", "--json"]
         for _, interval in job.variants:
             command += ["--interval", interval]
+        for name in job.scenarios:
+            command += ["--scenario", name]
         with self._lock:
             if self._stopped:
                 return None
@@ -277,11 +275,13 @@ def _result(job: Job, row: dict) -> Result:
     return Result(job.release.version, variant, *(row[field] for field in fields))
 
 
-def _columns() -> list[tuple[str, str, str]]:
+def _columns(results: Results) -> list[tuple[str, str, str]]:
     """Scenario, request and heading of each column of the tables."""
+    measured = {result.scenario for result in results.all}
     return [
         (scenario.name, request, heading)
         for scenario in SCENARIOS.values()
+        if scenario.name in measured
         for request, heading in scenario.shown
     ]
 
@@ -292,7 +292,7 @@ def table_rows(results: Results, eagle: bool) -> list[list[str]]:
     for release, variant in results.variants():
         cells = [
             results.get(release, variant, scenario, eagle, request)
-            for scenario, request, _ in _columns()
+            for scenario, request, _ in _columns(results)
         ]
         shares = ["–" if cell is None else f"{cell.share:.1f}" for cell in cells]
         rows.append([release, variant, *shares])
@@ -301,7 +301,7 @@ def table_rows(results: Results, eagle: bool) -> list[list[str]]:
 
 def print_tables(results: Results, console: Console) -> None:
     """Both tables, each in as many parts as the terminal's width asks for."""
-    headings = [heading for _, _, heading in _columns()]
+    headings = [heading for _, _, heading in _columns(results)]
     at_once = max(1, (console.width - _FIRST_COLUMNS) // _COLUMN)
     for eagle in (False, True):
         rows = table_rows(results, eagle)
@@ -346,7 +346,7 @@ def markdown(results: Results, missing: dict[str, str]) -> str:
     """Both tables in Markdown, and what each column is."""
     parts = []
     for eagle in (False, True):
-        heading = ["release", "variant", *(name for _, _, name in _columns())]
+        heading = ["release", "variant", *(name for _, _, name in _columns(results))]
         rows = table_rows(results, eagle)
         for row in rows:
             if row[1] == CHANGED:
@@ -446,6 +446,10 @@ def matrix(
         list[str] | None,
         typer.Option(help="A release; more than once for several. Default: all."),
     ] = None,
+    scenario: Annotated[
+        list[str] | None,
+        typer.Option(help="A scenario; more than once for several. Default: all."),
+    ] = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write all rows here.")
     ] = None,
@@ -453,7 +457,7 @@ def matrix(
         Path | None,
         typer.Option(
             help="Page whose tables are regenerated. Default: docs/releases.md when "
-            "all releases run."
+            "all releases and scenarios run."
         ),
     ] = None,
 ) -> None:
@@ -467,11 +471,12 @@ def matrix(
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     try:
         releases = [find_release(version) for version in release or []]
-        if releases and docs is not None:
-            raise PatchError("--docs needs all releases: leave --release out")
-        docs = docs or (None if releases else DOCS)
+        scenarios = _scenarios(scenario)
+        if (release or scenario) and docs is not None:
+            raise PatchError("--docs needs all: leave --release and --scenario out")
+        docs = docs or (None if release or scenario else DOCS)
         _check_outputs(json_file, docs)
-        jobs, missing = _prepare(releases or list(known_releases()), console)
+        jobs, missing = _prepare(releases or list(known_releases()), scenarios, console)
     except PatchError as error:
         _say(console, error.lines)
         raise typer.Exit(2) from None
@@ -480,6 +485,14 @@ def matrix(
     wrong = [*failed, *shortfalls(results), *contradictions(results)]
     _say(console, [*missing.values(), *wrong])
     raise typer.Exit(1 if wrong else 0)
+
+
+def _scenarios(names: list[str] | None) -> tuple[str, ...]:
+    for name in names or []:
+        if name not in SCENARIOS:
+            known = ", ".join(SCENARIOS)
+            raise PatchError(f"no such scenario: {name} (known: {known})")
+    return tuple(names or SCENARIOS)
 
 
 def _check_outputs(json_file: Path | None, docs: Path | None) -> None:
@@ -497,7 +510,7 @@ def _say(console: Console, lines: Iterable[str]) -> None:
 
 
 def _prepare(
-    releases: list[Release], console: Console
+    releases: list[Release], scenarios: tuple[str, ...], console: Console
 ) -> tuple[list[Job], dict[str, str]]:
     """The jobs, and why a release has none.
 
@@ -513,7 +526,7 @@ def _prepare(
             except PatchError as error:
                 missing[release.version] = str(error)
                 continue
-            jobs += plan(release)
+            jobs += plan(release, scenarios)
     if not jobs:
         raise PatchError(*missing.values())
     return jobs, missing
