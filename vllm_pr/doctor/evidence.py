@@ -95,8 +95,11 @@ class Switch:
     Attributes:
         session: Name of the session that was left and came back.
         session_tokens: Its prompt tokens.
-        between_tokens: Prompt tokens of the doctor's other sessions in between.
+        between_tokens: Prompt tokens of the doctor's other sessions in between, those
+            that a prompt shares with an earlier one not counted.
+        between_sessions: How many sessions that were.
         foreign_tokens: Tokens of other clients in between.
+        foreign_requests: Requests of other clients that ended in between.
         cached_before: Tokens cached on the last immediate resend.
         cached_after: Tokens cached on the return.
     """
@@ -104,7 +107,9 @@ class Switch:
     session: str
     session_tokens: int
     between_tokens: int
+    between_sessions: int
     foreign_tokens: int
+    foreign_requests: int
     cached_before: int | None
     cached_after: int | None
 
@@ -214,8 +219,49 @@ class Evidence:
         return self.server.alignment or self.alignment_seen
 
     @property
+    def window_blocks(self) -> float | None:
+        """Blocks that a running request takes beside those that grow with its length.
+
+        The windows of sliding-window groups and one step's tokens in them, from the
+        capacity that the server reports: blocks = requests x (length / block size +
+        this). None when it does not report one.
+        """
+        server = self.server
+        known = (server.blocks, server.block_size, server.capacity_tokens)
+        if not all(known) or not server.max_model_len:
+            return None
+        blocks, block_size, capacity = known
+        per_request = blocks * server.max_model_len / capacity
+        return max(0.0, per_request - server.max_model_len / block_size)
+
+    def blocks_needed(self, tokens: int, sessions: int) -> float | None:
+        """Blocks that certainly hold ``sessions`` sessions of ``tokens`` tokens in all.
+
+        One runs, with windows and a step's tokens; of each other at most half as much is
+        kept beside its tokens, a step being no shorter than a window.
+        """
+        windows = self.window_blocks
+        if windows is None:
+            return None
+        return tokens / self.server.block_size + windows * (sessions + 1) / 2
+
+    def fits(self, tokens: int, sessions: int) -> bool | None:
+        """Whether sessions certainly fit in the pool side by side; None: not known.
+
+        Without a reported capacity, two fit that are no longer together than the longest
+        request: vLLM does not start with a pool too small for one.
+        """
+        if self.server.engine != "vllm":
+            return None
+        needed = self.blocks_needed(tokens, sessions)
+        if needed is not None:
+            return needed < self.server.blocks
+        longest = self.server.max_model_len
+        return True if longest and sessions <= 2 and tokens <= longest else None
+
+    @property
     def fits_tokens(self) -> int | None:
-        """Tokens of sessions that certainly fit in the pool side by side.
+        """Tokens of one longest request after another that the pool holds at once.
 
         The larger of what the server reports as capacity and of its longest request:
         vLLM does not start with a pool too small for one.

@@ -73,6 +73,8 @@ class Probes:
         self._last = Snapshot()
         self._own_requests = 0
         self._own_tokens = 0
+        self._own_fresh = 0
+        self._own_sessions = 0
         self._tokens_per_second = 0.0
 
     # -- before the first prompt ------------------------------------------------
@@ -167,8 +169,18 @@ class Probes:
             ttft_s=max(a.ttft_s for a in answers),
             peak_usage=watch.peak_usage,
         )
+        self._count_fresh(reply, len(chats))
         self._note(reply, answers, before, after, watch)
         return reply, answers[0]
+
+    def _count_fresh(self, reply: Reply, sessions: int) -> None:
+        """Count what the pool has to hold in addition; the template's own start is none."""
+        prelude = sessions * (self._overhead + self._unit())
+        shared = reply.shared_tokens if reply.shared_tokens > prelude else 0
+        fresh = reply.prompt_tokens - shared
+        if fresh > self._unit():
+            self._own_fresh += fresh
+            self._own_sessions += sessions
 
     async def _known_prefix(self, chat: Messages) -> tuple[int, int]:
         """Tokens of ``chat`` that were sent before, and all its tokens; 0 if unknown."""
@@ -331,7 +343,17 @@ class Probes:
         self._a = user(await self._session_text(self.evidence.plan.session_tokens))
         first, _ = await self.send("A", self._a)
         self._again, _ = await self.send("A again", self._a, shared=first.prompt_tokens)
-        self._left, self._since = self._last, self._own_tokens
+        self._leave()
+
+    def _leave(self) -> None:
+        """Remember the counters at the end of a session's turn."""
+        self._left = self._last
+        self._left_own = (
+            self._own_tokens,
+            self._own_fresh,
+            self._own_sessions,
+            self._own_requests,
+        )
 
     async def _switches(self) -> None:
         """A after all that came meanwhile, then rounds of other sessions and A."""
@@ -355,31 +377,32 @@ class Probes:
 
     async def _return_to_a(self, name: str) -> bool:
         """Send A and note the switch; whether it hit as the immediate resend did."""
-        before, between = self._again.cached_tokens, self._own_tokens - self._since
+        before = self._again.cached_tokens
         back, _ = await self.send(name, self._a, shared=self._again.prompt_tokens)
-        foreign = _work(self._left, self._last) - (self._own_tokens - self._since)
-        self._file_switch("A", before, between, max(0, foreign), back)
-        self._left, self._since = self._last, self._own_tokens
+        self._file_switch("A", before, back)
         return bool(before) and (back.cached_tokens or 0) >= 0.9 * before
 
-    def _file_switch(
-        self,
-        session: str,
-        before: int | None,
-        between: int,
-        foreign: int,
-        back: Reply,
-    ) -> None:
+    def _file_switch(self, session: str, before: int | None, back: Reply) -> None:
+        """Note what came between `_leave` and ``back``, and leave again."""
+        tokens, fresh, sessions, requests = self._left_own
+        foreign = foreign_requests = 0
+        if self.evidence.server.metrics:
+            foreign = _work(self._left, self._last) - (self._own_tokens - tokens)
+            finished = self._last.since(self._left, "finished")
+            foreign_requests = finished - (self._own_requests - requests)
         self.evidence.switches.append(
             Switch(
                 session,
                 back.prompt_tokens,
-                between,
-                foreign if self.evidence.server.metrics else 0,
+                self._own_fresh - fresh,
+                self._own_sessions - sessions,
+                max(0, foreign),
+                max(0, foreign_requests),
                 before,
                 back.cached_tokens,
             )
         )
+        self._leave()
 
     async def _branch(self) -> None:
         """Two branches off the middle of A, the second where the first left."""
@@ -462,14 +485,12 @@ class Probes:
             return
         one, other = [user(await self._session_text(size)) for _ in range(2)]
         first, _ = await self.send("long session C", one)
-        left, own = self._last, self._own_tokens
-        between = (await self.send("long session D", other))[0].prompt_tokens
+        self._leave()
+        await self.send("long session D", other)
         back, _ = await self.send("C after D", one, shared=first.prompt_tokens)
-        foreign = max(0, _work(left, self._last) - (self._own_tokens - own))
         # C is not sent twice in a row: whatever ends at its last alignment counts.
         unit = self.evidence.alignment or hit_alignment(self.evidence.server)
-        expected = (first.prompt_tokens - 1) // unit * unit
-        self._file_switch("C", expected, between, foreign, back)
+        self._file_switch("C", (first.prompt_tokens - 1) // unit * unit, back)
 
     # -- sizes and time ----------------------------------------------------------
 

@@ -195,6 +195,25 @@ def more_room(factor: float) -> list[Remedy]:
     ]
 
 
+def lasting_checkpoints(server: Server) -> list[Remedy]:
+    """Keep checkpoints although the pool is full."""
+    release = release_of(server)
+    more = Remedy(
+        "vllm serve MODEL --gpu-memory-utilization 0.95",
+        "More KV memory, or fewer bytes per token (--kv-cache-dtype fp8), leaves room for "
+        "checkpoints.",
+    )
+    if release is None or release.interval_set_by == "nothing":
+        return [more]
+    option = "vllm serve MODEL --prefix-cache-retention-interval N"
+    if release.interval_set_by == "environment":
+        option = f"{ENV}=N vllm serve MODEL"
+    return [
+        more,
+        Remedy(option, "A checkpoint every N tokens that is kept as long as a session."),
+    ]
+
+
 def preempted() -> list[Remedy]:
     """Cure for preemption."""
     return [

@@ -98,14 +98,25 @@ def total(switch: Switch) -> int:
     return switch.session_tokens + switch.between_tokens + switch.foreign_tokens
 
 
-def flushed(evidence: Evidence) -> Iterator[Switch]:
+def fits(evidence: Evidence, switch: Switch, foreign: bool = True) -> bool:
+    """Whether the session and all in between certainly fit in the pool side by side.
+
+    Args:
+        evidence: The run.
+        switch: The return to the session.
+        foreign: Whether to count other clients' requests.
+    """
+    tokens = switch.session_tokens + switch.between_tokens
+    sessions = 1 + switch.between_sessions
+    if foreign:
+        tokens += switch.foreign_tokens
+        sessions += max(switch.foreign_requests, 2 * evidence.traffic.running)
+    return bool(evidence.fits(tokens, sessions))
+
+
+def flushed(evidence: Evidence) -> list[Switch]:
     """Returns that missed although everything fits in the pool side by side."""
-    fits = evidence.fits_tokens
-    for switch in evidence.switches:
-        busy = switch.foreign_tokens or evidence.traffic.running
-        room = fits * (1 - _busy_share(evidence)) if fits and busy else fits
-        if lost(switch) and room and total(switch) <= room:
-            yield switch
+    return [s for s in evidence.switches if lost(s) and fits(evidence, s)]
 
 
 def survived(evidence: Evidence) -> int:
@@ -120,11 +131,6 @@ def switch_proven(evidence: Evidence) -> bool:
     """Whether A survived enough for the session switch to be called healthy."""
     target = evidence.plan.target_tokens if evidence.plan else None
     return target is not None and survived(evidence) >= KEPT * target
-
-
-def _busy_share(evidence: Evidence) -> float:
-    """Largest share of the pool that was in use while others used the server."""
-    return max((r.peak_usage or 0.0 for r in evidence.replies), default=0.0)
 
 
 def _pool(evidence: Evidence) -> str:
@@ -265,8 +271,8 @@ def _explained(evidence: Evidence) -> bool:
 
 def _crowded_out(evidence: Evidence, reply: Reply) -> bool:
     """Whether other clients sent more than the pool has room for beside ``reply``."""
-    fits = evidence.fits_tokens
-    return not fits or reply.prompt_tokens + reply.foreign_tokens > fits
+    room = evidence.fits_tokens
+    return not room or reply.prompt_tokens + reply.foreign_tokens > room
 
 
 def routed(evidence: Evidence) -> bool:
@@ -377,16 +383,15 @@ def template_suspected(evidence: Evidence) -> Finding | None:
 
 def session_flush(evidence: Evidence) -> Finding | None:
     """Other sessions flush A although all of it fits: the fault that this change cures."""
-    switch = next(flushed(evidence), None)
-    if switch is None:
+    losses = flushed(evidence)
+    if not losses:
         return None
-    share = total(switch) / evidence.fits_tokens
+    switch = min(losses, key=total)
     peak = max((r.peak_usage or 0.0 for r in evidence.replies), default=0.0)
     lines = [
         _switch_line(switch),
         _times(evidence),
-        f"together {total(switch)} tokens, {share:.0%} of the "
-        f"{evidence.fits_tokens} that fit; {_pool(evidence)}",
+        _room_line(evidence, switch),
         f"preemptions: {evidence.traffic.preemptions}",
         *remedies.release_lines(evidence.server),
     ]
@@ -404,26 +409,40 @@ def session_flush(evidence: Evidence) -> Finding | None:
     )
 
 
+def _room_line(evidence: Evidence, switch: Switch) -> str:
+    """The arithmetic: what the sessions need and what the pool has."""
+    tokens, server = total(switch), evidence.server
+    windows = evidence.window_blocks
+    if windows is None:
+        return f"together {tokens} tokens; {_pool(evidence)}"
+    kept = -(-tokens // server.block_size)
+    return (
+        f"together {tokens} tokens: {kept} blocks of {server.block_size} tokens are kept, "
+        f"and a running request takes up to {windows:.0f} more for windows; {_pool(evidence)}"
+    )
+
+
 def capacity(evidence: Evidence) -> Finding | None:
     """The pool is too small for two such sessions."""
-    fits = evidence.fits_tokens
-    late = [s for s in evidence.switches if lost(s) and s not in flushed(evidence)]
-    if not late or not fits or any(flushed(evidence)):
+    late = [s for s in evidence.switches if lost(s)]
+    if not late or flushed(evidence) or evidence.server.engine != "vllm":
         return None
-    switch = late[0]
-    own = switch.session_tokens + switch.between_tokens
-    if own <= fits:
+    switch = max(late, key=lambda s: s.session_tokens + s.between_tokens)
+    if fits(evidence, switch, foreign=False):
         return _crowded(evidence, [_switch_line(switch)], switch.foreign_tokens)
     sure = switch_proven(evidence)
+    room = evidence.fits_tokens
+    own = switch.session_tokens + switch.between_tokens
     return Finding(
         "capacity",
         "fault" if sure else "unsure",
-        "The pool is too small for two such sessions",
-        f"It holds {fits} tokens of longest requests; the two sessions need {own}. "
-        f"Sessions of up to {fits // 2} tokens fit two at a time."
+        "The pool is too small for these sessions side by side",
+        f"{1 + switch.between_sessions} sessions of {own} tokens together came one after "
+        "the other, and the first was gone when it came back. Two sessions of up to "
+        f"{room // 2 if room else 'an unknown number of'} tokens fit."
         + ("" if sure else " Or it is the session switch: that was not told apart."),
-        [_switch_line(switch), f"{own} > {fits} tokens; {_pool(evidence)}"],
-        remedies.more_room(own / fits),
+        [_switch_line(switch), _room_line(evidence, switch)],
+        remedies.more_room(own / room if room else 2.0),
     )
 
 
@@ -502,19 +521,19 @@ def _sparse_misses(evidence: Evidence) -> Iterator[Reply]:
     """Replies that missed where a prompt sent just before has all the tokens."""
     if not resend_works(evidence):
         return
-    fits = evidence.fits_tokens
+    room = evidence.fits_tokens
     for name in ("branch off A", "system prompt, second session"):
         reply = evidence.reply(name)
         if not reply or reply.cached_tokens is None:
             continue
-        crowded = fits and reply.prompt_tokens + evidence.traffic.tokens > fits
+        crowded = room and reply.prompt_tokens + evidence.traffic.tokens > room
         if reply.cached_tokens < HALF * expected(evidence, reply) and not crowded:
             yield reply
 
 
 def _checkpoints_evicted(evidence: Evidence, misses: list[Reply]) -> Finding | None:
     """With dense checkpoints a branch misses only when they had to make room."""
-    if any(flushed(evidence)):
+    if flushed(evidence):
         return None
     return Finding(
         "checkpoints-evicted",
@@ -528,7 +547,7 @@ def _checkpoints_evicted(evidence: Evidence, misses: list[Reply]) -> Finding | N
             _pool(evidence),
             *remedies.release_lines(evidence.server),
         ],
-        remedies.more_room(2.0),
+        remedies.lasting_checkpoints(evidence.server),
     )
 
 
