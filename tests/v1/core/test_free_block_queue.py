@@ -291,17 +291,18 @@ def test_unpinned_blocks_stay_at_the_very_end(hashed):
     assert pool.handed_out(1) == ids(unpinned) == reused
 
 
-def test_reset_prefix_cache_frees_every_segment():
+def test_reset_prefix_cache_forgets_levels():
     pool = Pool(4)
     blocks = pool.take(3)
-    pool.cache(blocks[:2], 3)
-    pool.cache(blocks[2:])
+    pool.cache(blocks, 1)
     pool.pool.free_blocks(blocks)
     assert pool.pool.reset_prefix_cache()
-    again = pool.take(3)
-    pool.cache(again[:1], 2)
-    pool.pool.free_blocks(again)
-    assert pool.handed_out(3) == ids(again[1:] + again[:1])
+    protected, probationary, plain = ([block] for block in pool.take(3))
+    pool.cache(protected)
+    pool.cache(probationary, 8)
+    for group in (protected, probationary, plain):
+        pool.pool.free_blocks(group)
+    assert pool.handed_out(3) == ids(plain + probationary + protected)
 
 
 def test_pool_without_caching_is_lifo():
