@@ -9,7 +9,7 @@ from vllm_pr.matrix import matrix
 from vllm_pr.patching import commands as patching
 from vllm_pr.prove import prove
 
-app = typer.Typer(no_args_is_help=True)
+app = typer.Typer(no_args_is_help=True, rich_markup_mode="markdown")
 patching.register(app)
 app.command()(prove)
 app.command()(doctor)
