@@ -191,12 +191,23 @@ def plan(release: Release, scenarios: tuple[str, ...] = tuple(SCENARIOS)) -> lis
 
 
 class Run:
-    """Worker processes, two at a time; a failed one stops none of the others."""
+    """Worker processes, two at a time; a failed one stops none of the others.
 
-    def __init__(self, jobs: list[Job], seen: Callable[[Job], None]) -> None:
+    Args:
+        jobs: What to run.
+        seen: Called for each row.
+        done: Called for each finished worker.
+    """
+
+    def __init__(
+        self,
+        jobs: list[Job],
+        seen: Callable[[Job], None] = lambda job: None,
+        done: Callable[[Job], None] = lambda job: None,
+    ) -> None:
         self.jobs = jobs
         self.failed: list[str] = []
-        self._seen = seen
+        self._seen, self._done = seen, done
         self._lock = threading.Lock()
         self._processes: set[subprocess.Popen] = set()
         self._stopped = False
@@ -232,6 +243,7 @@ class Run:
                 errors.seek(0)
                 last = (errors.read().strip().splitlines() or ["no message"])[-1]
                 self.failed.append(f"{job.name}: the worker failed ({code}): {last}")
+        self._done(job)
         return results
 
     def _start(self, job: Job, errors: IO[str]) -> subprocess.Popen | None:
@@ -541,13 +553,20 @@ def _measure(jobs: list[Job], console: Console) -> tuple[Results, list[str]]:
         TextColumn("{task.completed}/{task.total} requests"),
         TimeElapsedColumn(),
     )
-    with Progress(*columns, console=console, transient=True) as progress:
+    live = console.is_terminal
+    with Progress(
+        *columns, console=console, transient=True, disable=not live
+    ) as progress:
         task = progress.add_task("matrix", total=sum(job.rows for job in jobs))
 
         def seen(job: Job) -> None:
             progress.update(task, advance=1, description=job.name)
 
-        run = Run(jobs, seen)
+        def done(job: Job) -> None:
+            if not live:
+                _say(console, [f"{job.name}: done"])
+
+        run = Run(jobs, seen, done)
         return Results(run.results()), run.failed
 
 

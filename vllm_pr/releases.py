@@ -314,7 +314,10 @@ def _progress(text: str) -> Iterator[Callable[[int, int], None]]:
     from rich.console import Console
     from rich.progress import Progress
 
-    with Progress(console=Console(stderr=True), transient=True) as progress:
+    console = Console(stderr=True)
+    with Progress(
+        console=console, transient=True, disable=not console.is_terminal
+    ) as progress:
         task = progress.add_task(text, total=None)
 
         def advance(done: int, total: int) -> None:
