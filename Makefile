@@ -4,7 +4,7 @@ RELEASE ?= 0.32.0
 RUN := .venv/bin/vllm-pr
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test prove matrix upstream bench bench-full lint lint-upstream
+.PHONY: help setup demo test prove matrix newest upstream bench bench-full lint lint-upstream
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -41,3 +41,6 @@ lint: setup ## our own checks
 
 lint-upstream: setup ## upstream's own checks on the changed 0.33.0 tree
 	@$(RUN) lint-upstream
+
+newest: setup ## does the change go onto the newest vLLM that pip finds?
+	@$(RUN) newest

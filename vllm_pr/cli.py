@@ -4,17 +4,21 @@
 import typer
 
 from vllm_pr.lint_upstream import lint_upstream
+from vllm_pr.demo import demo
 from vllm_pr.doctor.cli import doctor
 from vllm_pr.matrix import matrix
+from vllm_pr.newest import newest
 from vllm_pr.patching import commands as patching
 from vllm_pr.prove import prove
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode="markdown")
 patching.register(app)
+app.command()(demo)
 app.command()(prove)
 app.command()(doctor)
 app.command()(matrix)
 app.command()(lint_upstream)
+app.command()(newest)
 
 
 @app.command()

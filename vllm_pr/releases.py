@@ -17,7 +17,7 @@ import tomllib
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
 
@@ -174,13 +174,21 @@ def stock_tree(release: str | None = None, unpacked: bool = False) -> Path:
     return _made(target, lambda folder: _unpack_wheel(found, folder))
 
 
-def sdist_tree(release: str) -> Path:
+def sdist_tree(release: str, known: bool = True) -> Path:
     """The source tree of a release, with its tests and docs.
+
+    Args:
+        release: Its version.
+        known: Whether there are facts about it; a newer one has none yet.
 
     Raises:
         ReleaseError: The release is not known, or pip cannot get its archive.
     """
-    found = find_release(release)
+    found = (
+        find_release(release)
+        if known
+        else replace(known_releases()[-1], version=release)
+    )
     target = BUILD / f"sdist-{found.version}"
     return _made(target, lambda folder: _unpack_sdist(found, folder))
 
