@@ -128,6 +128,7 @@ def _environment(folders: list[str], hub: Path) -> dict[str, str]:
         **kept,
         "PYTHONPATH": os.pathsep.join(folders),
         "PYTHONFAULTHANDLER": "1",
+        "OMP_NUM_THREADS": "1",
         "HF_HOME": str(hub),
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
