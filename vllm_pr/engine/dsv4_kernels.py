@@ -15,7 +15,7 @@ block of the indexer holds 128 FP8 values for each token, then one float32 scale
 import torch
 from torch import Tensor
 
-NOPE, ROPE, HEAD = 448, 64, 512
+NOPE, ROPE = 448, 64
 TILE = 64
 TOKEN_BYTES = NOPE + 2 * ROPE
 SCALE_BYTES = NOPE // TILE + 1
@@ -66,11 +66,10 @@ def _write_latent(cache: Tensor, slots: Tensor, block_size: int, x: Tensor) -> N
     """Write latent vectors, already rotated, float32, one a token."""
     stored = slots >= 0
     x, slots = x[stored].bfloat16(), slots[stored]
-    values, exponents = quantize(x[:, :NOPE].float().unflatten(-1, (-1, TILE)), 1e-4)
-    data = torch.cat(
-        (values.flatten(1).view(torch.uint8), x[:, NOPE:].contiguous().view(torch.uint8)),
-        -1,
-    )
+    tiles = x[:, :NOPE].float().unflatten(-1, (-1, TILE))
+    values, exponents = quantize(tiles, SMALLEST_SCALE)
+    rope = x[:, NOPE:].contiguous().view(torch.uint8)
+    data = torch.cat((values.flatten(1).view(torch.uint8), rope), -1)
     scales = torch.zeros(len(x), SCALE_BYTES, dtype=torch.uint8)
     scales[:, :-1] = (exponents.squeeze(-1) + EXPONENT_BIAS).to(torch.uint8)
     _write(cache, slots, block_size, data, scales)
@@ -163,11 +162,15 @@ def _compressed(
     state_cache: Tensor,
     gather_slots: Tensor,
     ratio: int,
-    head: int,
     weight: Tensor,
     eps: float,
 ) -> Tensor:
-    """Pool each window of states by a softmax per channel, then normalise."""
+    """Pool each window of states by a softmax per channel, then normalise.
+
+    A state holds one latent and one score, or two of each where windows overlap: the
+    older half of a window then counts with the first, the newer with the second.
+    """
+    head = len(weight)
     safe = gather_slots.clamp(min=0)
     states = state_cache[safe // state_cache.shape[1], safe % state_cache.shape[1]]
     latent, score = states.unflatten(-1, (2, -1, head)).unbind(-3)
@@ -194,9 +197,8 @@ def compress_norm_rope_store_cpu(
     """Compress each full window into one latent and store it."""
     due = ((positions + 1) % compress_ratio == 0) & (kv_slot_mapping >= 0)
     positions, slots = positions[due] // compress_ratio, kv_slot_mapping[due]
-    normed = _compressed(
-        state_cache, gather_slots[due], compress_ratio, HEAD, rms_norm_weight, rms_norm_eps
-    )
+    states = (state_cache, gather_slots[due], compress_ratio)
+    normed = _compressed(*states, rms_norm_weight, rms_norm_eps)
     latent = rotate_tail(normed, positions * compress_ratio, cos_sin_cache)
     _write_latent(kv_cache_2d, slots, kv_cache_block_size, latent)
 
@@ -216,10 +218,8 @@ def compress_norm_rope_store_indexer_cpu(
     """The same for the indexer's keys, which are FP8 throughout."""
     due = ((positions + 1) % compress_ratio == 0) & (kv_slot_mapping >= 0)
     positions, slots = positions[due] // compress_ratio, kv_slot_mapping[due]
-    head = len(rms_norm_weight)
-    normed = _compressed(
-        state_cache, gather_slots[due], compress_ratio, head, rms_norm_weight, rms_norm_eps
-    )
+    states = (state_cache, gather_slots[due], compress_ratio)
+    normed = _compressed(*states, rms_norm_weight, rms_norm_eps)
     key = rotate_tail(normed, positions * compress_ratio, cos_sin_cache)
     values, exponents = quantize(key.bfloat16().float(), SMALLEST_SCALE / FP8_MAX)
     scales = exponents.exp2().view(torch.uint8)
@@ -286,7 +286,7 @@ def topk_transform_512_cpu(
     width = scores.shape[1]
     ended = torch.arange(width) >= seq_lens.unsqueeze(-1)
     order = scores.masked_fill(ended, float("-inf"))
-    order = order.sort(-1, descending=True, stable=True).indices[:, :INDEX_TOPK]
+    order = order.sort(dim=-1, descending=True, stable=True).indices[:, :INDEX_TOPK]
     best = torch.full((len(scores), INDEX_TOPK), -1)
     best[:, : order.shape[1]] = order
     best[torch.arange(INDEX_TOPK) >= seq_lens.unsqueeze(-1)] = -1
@@ -359,7 +359,9 @@ def hc_pre_fused_cpu(
     return mixed, post.squeeze(-1), comb
 
 
-def hc_post_fused_cpu(x: Tensor, residual: Tensor, post: Tensor, comb: Tensor) -> Tensor:
+def hc_post_fused_cpu(
+    x: Tensor, residual: Tensor, post: Tensor, comb: Tensor
+) -> Tensor:
     """Add a layer's output to the residual streams: vLLM's own eager reference."""
     from vllm.model_executor.kernels.mhc.torch import mhc_post_torch
 

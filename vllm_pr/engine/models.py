@@ -28,6 +28,7 @@ class TinyModel:
         smallest_pool: Blocks of the smallest pool that holds one longest request.
         max_model_len: Longest request, prompt and output, in tokens.
         step_tokens: Tokens of prefill per scheduler step.
+        first_release: First vLLM release that runs it on a CPU.
         sites: Folders for PYTHONPATH, with the start-up plugins.
         env: Environment of every engine process.
     """
@@ -39,6 +40,7 @@ class TinyModel:
     smallest_pool: int
     max_model_len: int
     step_tokens: int
+    first_release: str
     sites: tuple[Path, ...] = (_SITES / "tiny_models",)
     env: dict[str, str] = field(default_factory=dict)
 
@@ -78,6 +80,7 @@ MODELS = {
             smallest_pool=438,
             max_model_len=4096,
             step_tokens=512,
+            first_release="0.30.0",
             sites=(_SITES / "tiny_models", _SITES / "deepseek_v4"),
             env={"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "0"},
         ),
@@ -89,6 +92,7 @@ MODELS = {
             smallest_pool=172,
             max_model_len=4096,
             step_tokens=512,
+            first_release="0.27.1",
         ),
     )
 }

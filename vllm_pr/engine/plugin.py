@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM plugin, loaded in every engine process that has ``sites/tiny_models`` on PYTHONPATH.
+"""vLLM plugin of every engine process with ``sites/tiny_models`` on its PYTHONPATH.
 
 Registers the load format ``seeded``: random weights whose output depends on the whole
 prompt. Each tensor is drawn from a generator seeded with its own name, so two releases
@@ -11,16 +11,11 @@ import zlib
 SEED = 20
 LOGIT_SPREAD = 4.0
 SPECIAL_TOKENS = 8
-
-
-def _standard_deviation(name: str, shape) -> float:
-    """Keep the residual stream near unit variance; spread the logits."""
-    fan_in = shape[-1]
-    if "embed" in name:
-        return fan_in**-0.5
-    if "lm_head" in name:
-        return LOGIT_SPREAD * fan_in**-0.5
-    return fan_in**-0.5
+# Norms of what attention compares: a weight above 1 makes it choose instead of average,
+# so that one early token still counts after thousands.
+SHARP = ("q_norm.weight", "k_norm.weight", "kv_norm.weight", "compressor.norm.weight")
+NORM = {"GemmaRMSNorm": (0.0, 1.0)}  # its weight is added to 1
+OTHER_NORM = (1.0, 2.0)
 
 
 def _fill(module, name: str, tensor) -> None:
@@ -29,24 +24,26 @@ def _fill(module, name: str, tensor) -> None:
 
     kind = type(module).__name__
     if "RMSNorm" in kind:
-        neutral = 0.0 if kind.startswith("Gemma") else 1.0
-        sharper = 0.5 if name.endswith(("q_norm.weight", "k_norm.weight")) else 0.0
-        tensor.fill_(neutral + sharper)
-        return
-    if not tensor.is_floating_point():
+        plain, sharp = NORM.get(kind, OTHER_NORM)
+        tensor.fill_(sharp if name.endswith(SHARP) else plain)
         return
     generator = torch.Generator().manual_seed(SEED ^ zlib.crc32(name.encode()))
-    drawn = torch.randn(tensor.shape, generator=generator)
-    tensor.copy_(drawn * _standard_deviation(name, tensor.shape))
+    tensor.copy_(torch.randn(tensor.shape, generator=generator))
+    if "embed_tokens" not in name:
+        tensor.mul_(tensor.shape[-1] ** -0.5)
     if "lm_head" in name:
+        tensor.mul_(LOGIT_SPREAD)
         tensor[:SPECIAL_TOKENS].zero_()
 
 
 def fill_model(model) -> None:
-    """Draw every parameter of ``model``."""
+    """Draw every parameter of ``model``, the residual stream near unit variance."""
     for prefix, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
             _fill(module, f"{prefix}.{name}", parameter.data)
+    scaled = getattr(model.model, "normalizer", None)  # Gemma multiplies embeddings
+    if scaled is not None:
+        model.model.embed_tokens.weight.data.div_(scaled)
 
 
 def register() -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_pr.engine import processes
-from vllm_pr.engine.models import tiny_model
+from vllm_pr.engine.models import TinyModel, tiny_model
 from vllm_pr.engine.processes import EngineError
 from vllm_pr.engine.variants import plan_launch, variant_named
 
@@ -73,11 +73,13 @@ class Engine:
 
     def __init__(
         self,
+        model: TinyModel,
         process: subprocess.Popen,
         channel,
         log: Path,
         on_progress: Progress | None = None,
     ) -> None:
+        self.model = model
         self.process = process
         self.log = log
         self.on_progress = on_progress
@@ -199,7 +201,8 @@ def start_engine(
         ValueError: Unknown model or variant, or no vLLM in ``tree``.
         EngineError: The engine did not start.
     """
-    launch = plan_launch(tiny_model(model), variant_named(variant), tree, blocks, env)
+    tiny = tiny_model(model)
+    launch = plan_launch(tiny, variant_named(variant), tree, blocks, env)
     log = processes.log_path("engine", model, variant)
     ours, theirs = socket.socketpair()
     with ours, theirs:
@@ -213,7 +216,7 @@ def start_engine(
         theirs.close()
         try:
             channel = ours.makefile("rw", encoding="utf-8")
-            engine = Engine(process, channel, log, on_progress)
+            engine = Engine(tiny, process, channel, log, on_progress)
             engine.start(launch.engine_args | (engine_args or {}))
             yield engine
         finally:

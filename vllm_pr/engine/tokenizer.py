@@ -41,7 +41,7 @@ def prelude() -> str:
 
 
 def chat_template() -> str:
-    """Jinja template: the prelude, then each message between its role and ``<|end|>``."""
+    """Jinja template: the prelude, then each message from its role to ``<|end|>``."""
     return (
         "{{ '<bos><|system|>" + prelude() + "<|end|>' }}"
         "{% for message in messages %}"
@@ -52,8 +52,15 @@ def chat_template() -> str:
 
 
 def write_tokenizer(folder: Path) -> None:
-    """Write ``tokenizer.json``, its configuration and the chat template to ``folder``."""
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+    """Write the tokenizer, its configuration and the chat template to ``folder``."""
+    from tokenizers import (
+        AddedToken,
+        Regex,
+        Tokenizer,
+        decoders,
+        models,
+        pre_tokenizers,
+    )
 
     vocab = {token: i for i, token in enumerate((*SPECIAL, *alphabet()))}
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))

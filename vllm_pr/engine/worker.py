@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One engine, driven by its parent over a socket: ``python -m vllm_pr.engine.worker FD``.
+"""One engine, driven by its parent: ``python -m vllm_pr.engine.worker FD``.
 
-A message is one line of JSON. The parent sends ``{"do": NAME, ...}`` and reads lines
-until one has the key ``answer`` or ``error``; lines with the key ``progress`` come in
-between. The first message is ``start``. The engine core runs in this process, so that
-there is one process to stop, and a call can reach the scheduler and the KV cache.
+FD is a socket, a message one line of JSON. The parent sends ``{"do": NAME, ...}`` and
+reads lines until one has the key ``answer`` or ``error``; lines with the key
+``progress`` come in between. The first message is ``start``. The engine core runs in
+this process, so that there is one process to stop, and a call can reach the scheduler
+and the KV cache.
 """
 
 import importlib
