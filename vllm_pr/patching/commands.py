@@ -35,7 +35,8 @@ ForceOption = Annotated[
     str | None,
     typer.Option(
         metavar="RELEASE",
-        help="Take the rules of this release, whatever the tree says it is.",
+        help="Take the rules of this release, whatever the tree says it is, and also "
+        "where files have edits of your own.",
     ),
 ]
 JsonOption = Annotated[

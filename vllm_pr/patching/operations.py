@@ -23,7 +23,7 @@ from vllm_pr.patching.state import (
     inspect,
 )
 from vllm_pr.patching.support import resolve
-from vllm_pr.patching.tree import Tree, detect_version
+from vllm_pr.patching.tree import Tree, detect_version, locally_modified
 
 
 @dataclass
@@ -61,7 +61,8 @@ def apply(tree: Tree, sources: Sources, force_release: str | None = None) -> Out
     """Put the change into a tree, all of it or nothing.
 
     Args:
-        force_release: Take the rules of this release, whatever the tree says.
+        force_release: Take the rules of this release, whatever the tree says, and
+            change also files with local edits.
 
     Raises:
         PatchError: Why not; nothing was changed.
@@ -78,6 +79,8 @@ def apply(tree: Tree, sources: Sources, force_release: str | None = None) -> Out
         changes = make_plan(sources, release, _stock_reader(tree, manifest), tree.takes)
         there = {change.path: change.before is not None for change in changes}
         journal.check_places(tree, there)
+        if manifest is None and force_release is None:
+            _refuse_local_edits(tree, [path for path in there if there[path]], release)
         if journal.has_state(tree):
             journal.restore(tree, manifest)
         tool = f"vllm-pr {installed_version('vllm-pr')}"
@@ -155,6 +158,15 @@ def _refuse_to_apply(found: Status) -> None:
         raise PatchError(*edited_lines(found), "nothing was changed")
     if found.state == REINSTALLED or (found.by == "other" and found.state == PARTLY):
         raise PatchError(f"{found.tree}: {found.state}", *found.notes)
+
+
+def _refuse_local_edits(tree: Tree, paths: list[str], release: str) -> None:
+    modified = locally_modified(tree, paths)
+    if modified:
+        raise PatchError(
+            *(f"{path} was edited by hand since it was installed" for path in modified),
+            f"undo (or commit) that, or apply over it with --force-release {release}",
+        )
 
 
 def _stock_reader(

@@ -4,6 +4,9 @@
 from __future__ import annotations
 
 import ast
+import base64
+import csv
+import hashlib
 import json
 import os
 import re
@@ -124,6 +127,43 @@ def detect_version(tree: Tree) -> str:
     )
 
 
+def locally_modified(tree: Tree, paths: list[str]) -> list[str]:
+    """The paths that differ from what the installer recorded or git has committed."""
+    recorded = _record(tree)
+    modified = [
+        path
+        for path in paths
+        if recorded.get(path) and _record_hash(tree.root / path) != recorded[path]
+    ]
+    if (tree.root / ".git").exists() and paths:
+        shown = git(tree.root, "diff", "--name-only", "HEAD", "--", *paths) or ""
+        modified += [path for path in shown.splitlines() if path not in modified]
+    return sorted(modified)
+
+
+def _record(tree: Tree) -> dict[str, str]:
+    """Path to hash, as in the RECORD of an installed package."""
+    for folder in _dist_infos(tree):
+        record = folder / "RECORD"
+        if record.is_file():
+            with record.open(encoding="utf-8", newline="") as file:
+                return {row[0]: row[1] for row in csv.reader(file) if len(row) > 1}
+    return {}
+
+
+def _record_hash(path: Path) -> str:
+    digest = hashlib.sha256(path.read_bytes()).digest()
+    return "sha256=" + base64.urlsafe_b64encode(digest).decode().rstrip("=")
+
+
+def _dist_infos(tree: Tree) -> list[Path]:
+    return [
+        folder
+        for name in DISTRIBUTIONS
+        for folder in sorted(tree.root.glob(f"{name.replace('-', '_')}-*.dist-info"))
+    ]
+
+
 def _metadata(path: Path) -> str | None:
     if not path.is_file():
         return None
@@ -132,12 +172,8 @@ def _metadata(path: Path) -> str | None:
 
 
 def _dist_info(tree: Tree) -> str | None:
-    for name in DISTRIBUTIONS:
-        for folder in sorted(tree.root.glob(f"{name.replace('-', '_')}-*.dist-info")):
-            version = _metadata(folder / "METADATA")
-            if version:
-                return version
-    return None
+    versions = (_metadata(folder / "METADATA") for folder in _dist_infos(tree))
+    return next(filter(None, versions), None)
 
 
 def _version_file(path: Path) -> str | None:

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import os
 import py_compile
@@ -178,6 +180,40 @@ def test_an_installed_package_is_found_without_importing_it(tmp_path, name):
         "vllm/v1/core/segmented.py",
     ]
     assert run("revert", "--python", python).exit_code == 0
+
+
+def test_an_installed_file_that_was_edited_is_refused(tmp_path):
+    folder = make_site(tmp_path / "packages", "vllm", kit.RELEASE)
+    digest = hashlib.sha256(kit.POOL.encode()).digest()
+    encoded = base64.urlsafe_b64encode(digest).decode().rstrip("=")
+    record = folder / f"vllm-{kit.RELEASE}.dist-info/RECORD"
+    record.write_text(
+        f"vllm/v1/core/pool.py,sha256={encoded},1\nvllm/__init__.py,sha256=x,1\n"
+        "vllm/v1/core/__pycache__/pool.cpython-311.pyc,,\n"
+    )
+    pool = folder / "vllm/v1/core/pool.py"
+    pool.write_text(kit.POOL + "# mine\n")
+    before = kit.snapshot(folder)
+    result = run("apply", folder)
+    assert result.exit_code == 2
+    assert "vllm/v1/core/pool.py was edited by hand" in result.stderr
+    assert kit.snapshot(folder) == before
+    assert run("apply", folder, "--force-release", kit.RELEASE).exit_code == 0
+    assert run("revert", folder).exit_code == 0
+    assert kit.snapshot(folder) == before
+    pool.write_text(kit.POOL)
+    assert run("apply", folder).exit_code == 0
+
+
+def test_a_file_of_a_repository_with_uncommitted_edits_is_refused(tmp_path):
+    tree = make_repository(tmp_path / "repository")
+    page = tree.root / "docs/design/page.md"
+    page.write_text(kit.PAGE + "\nMine.\n")
+    result = run("apply", tree.root)
+    assert result.exit_code == 2
+    assert "docs/design/page.md was edited by hand" in result.stderr
+    git(tree.root, "commit", "--quiet", "--all", "--message=mine")
+    assert run("apply", tree.root).exit_code == 0
 
 
 def test_metadata_without_a_package_does_not_count(tmp_path):
@@ -359,6 +395,7 @@ def test_export_keeps_mode_bits_and_crlf(tmp_path):
     result = run("export", tree.root, "-o", "out")
     assert "git am --keep-cr" in result.stdout
     patch = next(Path("out").iterdir()).absolute()
+    assert b" 100755\n--- a/vllm/v1/core/pool.py" in patch.read_bytes()
     git(tree.root, "am", "--quiet", "--keep-cr", patch)
     assert pool.read_bytes().count(b"\r\n") == pool.read_bytes().count(b"\n")
     assert pool.stat().st_mode & 0o111
