@@ -292,18 +292,20 @@ class Probes:
     async def run(self) -> Evidence:
         """Send everything that the plan and the time allow.
 
-        A server that fails in the middle ends the run: ``evidence.stopped`` says how.
+        With prefix caching off there is nothing to see beyond a resend. A server that
+        fails in the middle ends the run: ``evidence.stopped`` says how.
         """
         self._deadline = time.monotonic() + self._time_limit
         try:
             await self._short_prompt()
             await self._session_twice()
-            await self._branch()
-            await self._system_prompt()
-            await self._switches()
-            await self._conversation()
-            await self._two_at_once()
-            await self._long_sessions()
+            if self.evidence.server.caching is not False:
+                await self._branch()
+                await self._system_prompt()
+                await self._switches()
+                await self._conversation()
+                await self._two_at_once()
+                await self._long_sessions()
         except DoctorError as error:
             self.evidence.stopped = str(error)
         if self.evidence.template:

@@ -425,7 +425,9 @@ def _room_line(evidence: Evidence, switch: Switch) -> str:
 def capacity(evidence: Evidence) -> Finding | None:
     """The pool is too small for two such sessions."""
     late = [s for s in evidence.switches if lost(s)]
-    if not late or flushed(evidence) or evidence.server.engine != "vllm":
+    if not late or flushed(evidence) or not resend_works(evidence):
+        return None
+    if evidence.server.engine != "vllm":
         return None
     switch = max(late, key=lambda s: s.session_tokens + s.between_tokens)
     if fits(evidence, switch, foreign=False):
