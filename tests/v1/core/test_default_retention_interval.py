@@ -8,7 +8,7 @@ from vllm.config import CacheConfig
 
 from .session_utils import ALIGNMENT, WIDE_WINDOW, Session, tokens
 
-pytestmark = pytest.mark.cpu_test
+pytestmark = [pytest.mark.cpu_test, pytest.mark.skip_global_cleanup]
 
 CHAT = tokens(0, 50_000)
 

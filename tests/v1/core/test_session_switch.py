@@ -11,7 +11,7 @@ import pytest
 
 from .session_utils import ALIGNMENT, Session, tokens
 
-pytestmark = pytest.mark.cpu_test
+pytestmark = [pytest.mark.cpu_test, pytest.mark.skip_global_cleanup]
 
 A = tokens(0, 250_000)
 B = tokens(1_000_000, 250_000)
