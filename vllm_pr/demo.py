@@ -32,6 +32,7 @@ from vllm_pr.engine.models import tiny_model
 from vllm_pr.engine.processes import EngineError
 from vllm_pr.engine.runner import Engine, start_engine
 from vllm_pr.engine.tokenizer import PRELUDE_TOKENS
+from vllm_pr.patching.errors import PatchError
 
 STOCK = ("stock-none", "stock-default")
 CHANGED = "changed"
@@ -49,6 +50,7 @@ START_COST = 2_000  # an engine start on the progress bar, in tokens of prefill
 QUESTION = 200  # characters of a question after a long system prompt
 MARKERS = len(("<|user|>", "<|end|>"))
 OPENING = len(("<|assistant|>",))
+TOO_SMALL = "To serve at least one request"  # vLLM says so of the pool
 Chat = list[dict[str, str]]
 
 
@@ -323,8 +325,9 @@ def demo(
         if json_file:
             _check_writable(json_file)
         rows, ran = run(model, _trees(model, release), size, progress)
-    except (ValueError, OSError, EngineError) as error:
-        progress.print(f"vllm-pr demo: {escape(str(error))}", soft_wrap=True)
+    except (ValueError, OSError, EngineError, PatchError) as error:
+        reason = _too_small(size) if TOO_SMALL in str(error) else str(error)
+        progress.print(f"vllm-pr demo: {escape(reason)}", soft_wrap=True)
         raise typer.Exit(2) from None
     except KeyboardInterrupt:
         progress.print("vllm-pr demo: interrupted; the engine is stopped")
@@ -353,6 +356,13 @@ def _trees(model: str, release: str | None) -> dict[str, Path | None]:
         raise ValueError(f"{model} needs vLLM {first} or later, not {found.version}")
     stock = stock_tree(found.version)
     return dict.fromkeys(STOCK, stock) | {CHANGED: changed_tree(found.version)}
+
+
+def _too_small(size: Size) -> str:
+    return (
+        f"a pool of {size.blocks:,} blocks does not hold one request of "
+        f"{size.prompt_tokens:,} tokens: give --blocks a larger number"
+    )
 
 
 def _version(text: str) -> tuple[int, ...]:
