@@ -191,7 +191,19 @@ def child(function: Callable[[], object]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-_CALLS = ["chmod", "chown", "fsync", "mkdir", "open", "replace", "rmdir", "unlink"]
+_CALLS = [
+    "chmod",
+    "chown",
+    "fsync",
+    "link",
+    "mkdir",
+    "open",
+    "rename",
+    "replace",
+    "rmdir",
+    "unlink",
+    "utime",
+]
 
 
 def kill_at(step: int) -> None:

@@ -230,6 +230,21 @@ def test_update_killed_at_any_step(tmp_path, sources):
         check_recovery(copy, tree, newer, before)
 
 
+def test_the_manifest_goes_before_the_originals(tree, sources, monkeypatch):
+    """So that a manifest is never without what it needs, in any order of removal."""
+    apply(tree, sources)
+    state = tree.package / journal.STATE
+    remove, seen = shutil.rmtree, []
+
+    def removing(path):
+        seen.append((state / "manifest.json").exists())
+        remove(path)
+
+    monkeypatch.setattr(journal.shutil, "rmtree", removing)
+    revert(tree, sources)
+    assert seen == [False]
+
+
 def test_an_error_half_way_puts_everything_back(tree, sources, monkeypatch):
     before = kit.snapshot(tree.root)
     replace, calls = os.replace, []
@@ -489,7 +504,8 @@ def test_newer_sources_that_do_not_fit_leave_the_older_in(tmp_path, tree, source
     assert kit.snapshot(tree.root) == once
 
 
-def test_vllm_installed_anew_over_the_change(tree, sources):
+def test_vllm_installed_anew_over_the_change(tmp_path, sources):
+    tree = make_tree(tmp_path / "tree")
     apply(tree, sources)
     kit.write(
         tree.root,
@@ -497,6 +513,7 @@ def test_vllm_installed_anew_over_the_change(tree, sources):
             "PKG-INFO": "Version: 99.1.0\n",
             "vllm/v1/core/pool.py": "# of 99.1.0\n",
             "docs/design/page.md": "# of 99.1.0\n",
+            CACHE: b"byte code of 99.1.0",
         },
     )
     found = status(tree, sources)
@@ -505,6 +522,7 @@ def test_vllm_installed_anew_over_the_change(tree, sources):
         apply(tree, sources)
     revert(tree, sources)
     assert (tree.root / "vllm/v1/core/pool.py").read_text() == "# of 99.1.0\n"
+    assert (tree.root / CACHE).read_bytes() == b"byte code of 99.1.0"
     assert not (tree.root / "vllm/v1/core/segmented.py").exists()
     assert not (tree.root / "vllm" / journal.STATE).exists()
 
