@@ -10,6 +10,7 @@ from vllm_pr.matrix import matrix
 from vllm_pr.newest import newest
 from vllm_pr.patching import commands as patching
 from vllm_pr.prove import prove
+from vllm_pr.upstream.command import upstream
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode="markdown")
 patching.register(app)
@@ -19,6 +20,7 @@ app.command()(doctor)
 app.command()(matrix)
 app.command()(lint_upstream)
 app.command()(newest)
+app.command()(upstream)
 
 
 @app.command()
