@@ -228,6 +228,7 @@ class _Bar:
             TextColumn("{task.description}"),
             console=console,
             transient=True,
+            disable=not console.is_terminal,
         )
         self._task = self._progress.add_task("", total=total)
         self._done = 0

@@ -15,7 +15,7 @@ block of the indexer holds 128 FP8 values for each token, then one float32 scale
 import torch
 from torch import Tensor
 
-NOPE, ROPE = 448, 64
+NOPE, ROPE, HEAD = 448, 64, 512
 TILE = 64
 TOKEN_BYTES = NOPE + 2 * ROPE
 SCALE_BYTES = NOPE // TILE + 1
