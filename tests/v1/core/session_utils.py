@@ -8,42 +8,37 @@ import torch
 
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
+from vllm.v1 import kv_cache_interface as kv
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-from vllm.v1.kv_cache_interface import (
-    FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheGroupSpec,
-    MLAAttentionSpec,
-    SlidingWindowMLASpec,
-    SlidingWindowSpec,
-)
 from vllm.v1.request import Request
 
 CHUNK = 8192  # prompt tokens of one step
 
 
-def group(spec_class, block_size: int, window: int | None = None) -> KVCacheGroupSpec:
+def group(
+    spec_class, block_size: int, window: int | None = None
+) -> kv.KVCacheGroupSpec:
     shape = dict(
         block_size=block_size, num_kv_heads=1, head_size=64, dtype=torch.bfloat16
     )
     if window is not None:
         shape["sliding_window"] = window
-    return KVCacheGroupSpec([f"{block_size}_{window}"], spec_class(**shape))
+    return kv.KVCacheGroupSpec([f"{block_size}_{window}"], spec_class(**shape))
 
 
 # DeepSeek-V4-Flash: compressed MLA, two SWA groups, two groups of compressor state.
 DEEPSEEK_V4 = [
-    group(MLAAttentionSpec, 256),
-    group(SlidingWindowMLASpec, 64, 128),
-    group(SlidingWindowMLASpec, 64, 128),
-    group(SlidingWindowMLASpec, 8, 128),
-    group(SlidingWindowMLASpec, 4, 8),
+    group(kv.MLAAttentionSpec, 256),
+    group(kv.SlidingWindowMLASpec, 64, 128),
+    group(kv.SlidingWindowMLASpec, 64, 128),
+    group(kv.SlidingWindowMLASpec, 8, 128),
+    group(kv.SlidingWindowMLASpec, 4, 8),
 ]
 ALIGNMENT = 256  # tokens between the hit boundaries of DEEPSEEK_V4
 WIDE_WINDOW = [
-    group(FullAttentionSpec, 32),
-    group(SlidingWindowSpec, 16, 1024),
+    group(kv.FullAttentionSpec, 32),
+    group(kv.SlidingWindowSpec, 16, 1024),
 ]
 
 
@@ -54,7 +49,7 @@ class Session:
         init_none_hash(sha256)
         block_sizes = [group.kv_cache_spec.block_size for group in groups]
         self.manager = KVCacheManager(
-            KVCacheConfig(
+            kv.KVCacheConfig(
                 num_blocks=num_blocks,
                 kv_cache_tensors=[],
                 kv_cache_groups=groups,

@@ -13,10 +13,10 @@ from vllm.v1.core.free_block_queue import (
     checkpoint_levels,
 )
 from vllm.v1.core.kv_cache_utils import (
+    BlockHashWithGroupId,
     KVCacheBlock,
     get_request_block_hasher,
     init_none_hash,
-    make_block_hash_with_group_id,
 )
 from vllm.v1.request import Request
 
@@ -40,8 +40,7 @@ def put_back(queue: SegmentedFreeBlockQueue, block: KVCacheBlock, segment) -> No
         queue.prepend_n([block])
         return
     if block.block_hash is None:
-        key = make_block_hash_with_group_id(b"%d" % block.block_id, 0)
-        block.set_block_hash(key, num_tokens=1)
+        block.set_block_hash(BlockHashWithGroupId(b"%d" % block.block_id))
     queue.mark_probationary([block], [segment])
     queue.append_n([block])
 
