@@ -124,6 +124,18 @@ def model_folder(name: str) -> Path:
     return target
 
 
+def check_model_folder(folder: str | Path) -> None:
+    """Refuse a folder without a model.
+
+    Raises:
+        ValueError: There is no such folder, or no ``config.json`` in it.
+    """
+    if not Path(folder).is_dir():
+        raise ValueError(f"no model in {folder}: there is no such folder")
+    if not (Path(folder) / "config.json").is_file():
+        raise ValueError(f"no model in {folder}: it has no config.json")
+
+
 def _made(folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     return folder

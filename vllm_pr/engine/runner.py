@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_pr.engine import processes
-from vllm_pr.engine.models import TinyModel, tiny_model
+from vllm_pr.engine.models import TinyModel, check_model_folder, tiny_model
 from vllm_pr.engine.processes import EngineError
 from vllm_pr.engine.variants import plan_launch, variant_named
 
@@ -198,11 +198,14 @@ def start_engine(
             wanted (both 0 while it starts).
 
     Raises:
-        ValueError: Unknown model or variant, or no vLLM in ``tree``.
+        ValueError: Unknown model or variant, no vLLM in ``tree``, or no model in the
+            folder that ``engine_args`` names.
         EngineError: The engine did not start.
     """
     tiny = tiny_model(model)
     launch = plan_launch(tiny, variant_named(variant), tree, blocks, env)
+    arguments = launch.engine_args | (engine_args or {})
+    check_model_folder(arguments["model"])
     log = processes.log_path("engine", model, variant)
     ours, theirs = socket.socketpair()
     with ours, theirs:
@@ -217,7 +220,7 @@ def start_engine(
         try:
             channel = ours.makefile("rw", encoding="utf-8")
             engine = Engine(tiny, process, channel, log, on_progress)
-            engine.start(launch.engine_args | (engine_args or {}))
+            engine.start(arguments)
             yield engine
         finally:
             processes.stop(process)

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a user gets wrong is one clear line, and nothing is started or written."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from patching_kit import snapshot
+from typer.testing import CliRunner
+
+from vllm_pr.cli import app
+from vllm_pr.engine.processes import EngineError
+from vllm_pr.engine.runner import start_engine
+from vllm_pr.engine.server import serve
+from vllm_pr.patching.sources import Sources
+from vllm_pr.patching.tree import installed_tree
+from vllm_pr.patching.trees import changed_tree
+
+VERSION = "vllm/_version.py"
+POOL = "vllm/v1/core/block_pool.py"
+
+
+@pytest.fixture
+def changed(tmp_path: Path) -> Path:
+    """The files of the changed vLLM that the change is in."""
+    source, target = changed_tree(), tmp_path / "tree"
+    sources = Sources()
+    edited = [edit.edits for edit in sources.edits]
+    for name in ("vllm/__init__.py", VERSION, *edited, *sources.new_files):
+        if (source / name).is_file():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(source / name, target / name)
+    return target
+
+
+def refused(*words: object) -> str:
+    done = CliRunner().invoke(app, [str(word) for word in words])
+    assert done.exit_code == 2, done.output
+    assert "Traceback" not in done.output
+    return done.stderr
+
+
+def test_changed_tree_whose_version_is_not_known(changed):
+    text = "__version__ = version = '9.9.9'\n"
+    (changed / VERSION).write_text(text, encoding="utf-8")
+    before = snapshot(changed)
+    assert "vLLM 9.9.9 is newer than" in refused("apply", changed)
+    assert snapshot(changed) == before
+
+
+def test_half_applied_tree(changed):
+    stock = installed_tree().root
+    shutil.copy(stock / POOL, changed / POOL)
+    before = snapshot(changed)
+    for command in ("apply", "revert"):
+        said = refused(command, changed)
+        assert "partly" in said and "but not" in said
+    assert snapshot(changed) == before
+
+
+def test_wrong_model_folder(tmp_path):
+    missing = tmp_path / "missing"
+    for folder, says in ((missing, "no such folder"), (tmp_path, "no config.json")):
+        with (
+            pytest.raises(ValueError, match=f"no model in {folder}: .*{says}"),
+            start_engine("gemma3-tiny", engine_args={"model": str(folder)}),
+        ):
+            pytest.fail("the engine started")
+
+
+def test_server_with_a_pool_too_small_for_one_request():
+    with (
+        pytest.raises(EngineError, match="To serve at least one request") as failed,
+        serve("gemma3-tiny", "changed", blocks=40),
+    ):
+        pytest.fail("the server started")
+    assert "\n" not in str(failed.value)
