@@ -80,6 +80,7 @@ def _examine_server(options: Options) -> int:
     try:
         _probe(probes, api, options, out, status)
     except KeyboardInterrupt:
+        report.show_requests(out, probes.evidence)
         return _interrupted(err, api.url)
     evidence = probes.evidence
     findings = examine(evidence)

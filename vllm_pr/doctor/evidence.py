@@ -210,8 +210,18 @@ class Evidence:
 
     @property
     def alignment_seen(self) -> int | None:
-        """Greatest common divisor of all hit lengths in tokens, None without a hit."""
-        return gcd(*(r.cached_tokens or 0 for r in self.replies)) or None
+        """What the hit alignment in tokens appears to be, None without a hit.
+
+        All hit lengths are multiples of it, and a prompt that was just sent leaves less
+        than it uncached: the smallest such number of whole blocks.
+        """
+        divisor = gcd(*(r.cached_tokens or 0 for r in self.replies))
+        again = (r for r in self.replies if r.name.endswith(" again") and r.cached_tokens)
+        left = max((_uncached_end(r) for r in again), default=0)
+        block = self.server.block_size or divisor
+        sizes = range(block, divisor + 1, block) if divisor else ()
+        fitting = (n for n in sizes if divisor % n == 0 and n > left)
+        return next(fitting, divisor) or None
 
     @property
     def alignment(self) -> int | None:
@@ -270,6 +280,12 @@ class Evidence:
             return None
         known = (self.server.capacity_tokens, self.server.max_model_len)
         return max((n for n in known if n), default=None)
+
+
+def _uncached_end(reply: Reply) -> int:
+    """Tokens at the end of a prompt sent before that did not hit; the last one never does."""
+    whole = reply.shared_tokens == reply.prompt_tokens
+    return reply.prompt_tokens - 1 - (reply.cached_tokens or 0) if whole else 0
 
 
 def to_json(evidence: Evidence) -> bytes:

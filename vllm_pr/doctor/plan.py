@@ -8,6 +8,8 @@ DEFAULT_SESSION = 8192
 DEFAULT_PART = 4096
 DEFAULT_SWITCH = 262_144
 LONGEST_LONG = 32_768
+# A pool that cannot keep two sessions of this share of the context is called too small.
+LONG = 0.6
 UNKNOWN_CONTEXT = 8192
 UNKNOWN_ALIGNMENT = 256
 # Shares of what certainly fits: of A, of a smaller session, and of all sessions up to
@@ -137,8 +139,8 @@ def _long(
     """Tokens of two sessions that may not fit side by side; 0 when all do, or unknown."""
     if not fits or server.engine != "vllm":
         return 0
-    size = wanted or min(int(0.9 * longest), LONGEST_LONG)
-    return size if size > session * 1.05 and 2 * size > fits else 0
+    size = wanted or min(int(LONG * longest), LONGEST_LONG)
+    return size if size > session and 2 * size > fits else 0
 
 
 def _bound(server: Server, plan: Plan, overhead: int) -> tuple[int, int]:

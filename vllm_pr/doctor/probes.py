@@ -230,7 +230,7 @@ class Probes:
         server = self.evidence.server
         told = [a.cached_tokens for a in answers]
         server.usage_details |= any(n is not None for n in told)
-        if server.usage_details and (server.metrics or None not in told):
+        if server.usage_details and (server.engine == "vllm" or None not in told):
             reply.cached_tokens = sum(n or 0 for n in told)
             reply.cached_from = "usage"
         elif server.metrics and not reply.foreign_tokens:
@@ -308,11 +308,21 @@ class Probes:
                 await self._long_sessions()
         except DoctorError as error:
             self.evidence.stopped = str(error)
+        self._complete_usage()
         if self.evidence.template:
             self.evidence.template.stable_in_time = self._stable
         elif self.evidence.server.tokenizer and not self._stable:
             self.evidence.template = Template(False, 0, 0)
         return self.evidence
+
+    def _complete_usage(self) -> None:
+        """Some releases leave a zero out of usage: known once a hit was told."""
+        server = self.evidence.server
+        if not server.usage_details or server.engine != "vllm":
+            return
+        for reply in self.evidence.replies:
+            if reply.cached_tokens is None:
+                reply.cached_tokens, reply.cached_from = 0, "usage"
 
     async def _short_prompt(self) -> None:
         """The same short prompt twice; tells what a token is where nothing else does."""

@@ -84,14 +84,28 @@ def facts_line(server: Server) -> str | None:
     release = release_of(server)
     if release is None:
         return None
-    switch = {"lost": "lost", "lost-when-long": "lost once sessions are long"}
     exact = release.version == (server.version or "").split("+")[0]
     return (
-        f"known of {'' if exact else 'its nearest known release '}{release.version} as "
-        "it ships: a session is "
-        f"{switch.get(release.session_switch, 'kept')} after a switch, a first branch "
-        f"is {release.first_branch}, a resend with EAGLE/MTP is {release.eagle_resend}"
+        f"{'' if exact else 'the nearest known release, '}{release.version} as it ships: "
+        f"session after a switch {release.session_switch.replace('-', ' ')}, first "
+        f"branch {release.first_branch}, resend with EAGLE/MTP {release.eagle_resend}"
     )
+
+
+def keep_sessions(server: Server) -> list[Remedy]:
+    """Cure for a flush: the facts file's, and the first later release without it."""
+    found = by_release(server, "session_switch")
+    if server.interval == 0:
+        found = [r for r in found if not r.run.endswith("interval 0")]
+    running = release_of(server)
+    if running is None or running.session_switch == "kept":
+        return found
+    kept = [r for r in known_releases() if r.session_switch == "kept"]
+    if not kept or any("pip install" in r.run for r in found):
+        return found
+    branch = "" if kept[0].first_branch == "kept" else ", but the first branch is lost"
+    upgrade = f"Or upgrade: sessions survive a switch by default{branch}."
+    return [*found, Remedy(f"pip install 'vllm>={kept[0].version}'", upgrade)]
 
 
 def caching_on() -> list[Remedy]:

@@ -66,15 +66,20 @@ def show_plan(out: Console, server: Server, plan: Plan, time_limit: float) -> No
 
 def show(out: Console, evidence: Evidence, findings: list[Finding]) -> None:
     """Table of requests, then the findings and the outcome."""
-    if evidence.replies:
-        out.print()
-        out.print(_table(out, evidence))
+    show_requests(out, evidence)
     for finding in findings:
         _show_finding(out, finding)
     status = exit_status(findings)
     out.print()
     style = {0: "bold green", 1: "bold red", 2: "bold yellow"}[status]
     out.print(f"[{style}]{_OUTCOME[status]}[/]: " + _names(findings, status))
+
+
+def show_requests(out: Console, evidence: Evidence) -> None:
+    """Table of the requests that were answered."""
+    if evidence.replies:
+        out.print()
+        out.print(_table(out, evidence))
 
 
 def _names(findings: list[Finding], status: int) -> str:

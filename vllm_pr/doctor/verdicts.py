@@ -83,14 +83,18 @@ def expected(evidence: Evidence, reply: Reply) -> int:
 def resend_works(evidence: Evidence) -> bool:
     """Whether an immediate resend of A hits at all."""
     again = evidence.reply("A again")
-    return bool(again and again.cached_tokens)
+    return bool(again) and (again.cached_tokens or 0) >= HALF * again.prompt_tokens
+
+
+def comparable(switch: Switch) -> bool:
+    """Whether the session was cached before it was left, and the return was measured."""
+    was = (switch.cached_before or 0) >= HALF * switch.session_tokens
+    return was and switch.cached_after is not None
 
 
 def lost(switch: Switch) -> bool:
     """Whether the session came back without what an immediate resend finds."""
-    if not switch.cached_before or switch.cached_after is None:
-        return False
-    return switch.cached_after < KEPT * switch.cached_before
+    return comparable(switch) and switch.cached_after < KEPT * switch.cached_before
 
 
 def total(switch: Switch) -> int:
@@ -122,7 +126,7 @@ def flushed(evidence: Evidence) -> list[Switch]:
 def survived(evidence: Evidence) -> int:
     """Most tokens of other sessions after which A still hit."""
     return max(
-        (s.between_tokens for s in evidence.switches if s.cached_before and not lost(s)),
+        (s.between_tokens for s in evidence.switches if comparable(s) and not lost(s)),
         default=0,
     )
 
@@ -195,10 +199,10 @@ def cached_unknown(evidence: Evidence) -> Finding | None:
 
 
 def _times(evidence: Evidence) -> str:
-    names = ("A", "A again", "A after B")
-    replies = [reply for name in names if (reply := evidence.reply(name))]
-    times = ", ".join(f"{reply.name} {reply.ttft_s:.2f} s" for reply in replies)
-    return f"time to first token: {times or 'not measured'}"
+    """Times to first token of A: new, again, and on its last return."""
+    turns = [r for r in evidence.replies if r.name == "A" or r.name.startswith("A a")]
+    shown = {r.name: f"{r.name} {r.ttft_s:.2f} s" for r in [*turns[:2], *turns[-1:]]}
+    return f"time to first token: {', '.join(shown.values()) or 'not measured'}"
 
 
 def short_prompts(evidence: Evidence) -> Finding | None:
@@ -225,7 +229,7 @@ def short_prompts(evidence: Evidence) -> Finding | None:
 def _alignment_line(evidence: Evidence) -> str:
     seen = sorted({r.cached_tokens for r in evidence.replies if r.cached_tokens})
     return (
-        f"hit lengths seen: {', '.join(map(str, seen))}: all multiples of "
+        f"hit lengths seen: {', '.join(map(str, seen))}; the alignment appears to be "
         f"{evidence.alignment_seen}"
     )
 
@@ -405,7 +409,7 @@ def session_flush(evidence: Evidence) -> Finding | None:
         "keeps. Those that come back carry hashes and push the other session's blocks to "
         "the head of the free list, where they are overwritten: at any pool usage.",
         lines,
-        remedies.by_release(evidence.server, "session_switch"),
+        remedies.keep_sessions(evidence.server),
     )
 
 

@@ -159,8 +159,8 @@ def test_interrupt_leaves_no_request_running(running):
     process = start("--url", server.url, "--yes")
     wait_for(lambda: metrics(server).total["running"] and metrics(server).usage > 0.2)
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 2
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 2, out + err
     assert "no request left running" in one_line(err)
     assert metrics(server).total["running"] == 0
 
@@ -198,7 +198,7 @@ def test_stock_none_flushes(running):
     assert any("--prefix-cache-retention-interval 0" in c for c in commands)
     check_bounds(run)
     hits = {reply.name: reply.cached_tokens for reply in run.evidence.replies}
-    assert hits["A after B"] < hits["A again"] / 2
+    assert run.evidence.switches[-1].cached_after == 256 < hits["A again"] / 2
     assert hits["branch off A"] > 256 < hits["system prompt, second session"]
     assert {r.cached_from for r in run.evidence.replies} == {"counters"}
 
@@ -271,7 +271,7 @@ def test_pool_too_small(running):
 
 def test_preemption(running, tmp_path):
     server = running("tiny-pool")
-    with flood(server.url, server.model, users=6, prompt=700, output=200):
+    with flood(server.url, server.model, users=6, prompt=300, output=700):
         run = judge(server, "preemption")
     assert "preemption" in run.names()
     assert run.evidence.traffic.preemptions > 0
@@ -279,8 +279,8 @@ def test_preemption(running, tmp_path):
     saved = tmp_path / "metrics.txt"
     saved.write_text(httpx.get(f"{server.url}/metrics", trust_env=False).text, "utf-8")
     explained = doctor("--prometheus", saved, "--release", "0.32.0")
-    assert explained.status == 1
-    assert "fault found: preemption" in explained.out
+    assert explained.status in (1, 2)  # by how many of all requests it hit
+    assert "Running requests are preempted" in explained.out
     assert "interval 0" in explained.out and "172 blocks" in explained.out
 
 
