@@ -43,13 +43,13 @@ def upstream(
 
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     try:
+        if json_file and not json_file.absolute().parent.is_dir():
+            raise ValueError(f"no folder {json_file.absolute().parent}")
         with console.status("laying out upstream's tests and both sides"):
             sides = make_sides(release, part)
             files = select(sides[0].root, only)
         if not files:
             raise ValueError(f"no test file matches {only!r}")
-        if json_file and not json_file.absolute().parent.is_dir():
-            raise ValueError(f"no folder {json_file.absolute().parent}")
     except (PatchError, ValueError, OSError) as error:
         console.print(f"vllm-pr: {error}", markup=False)
         raise typer.Exit(2) from None

@@ -19,7 +19,7 @@ _REASONS = (
         "needs network",
         r"LocalEntryNotFound|OfflineMode|HF_HUB_OFFLINE|outgoing traffic"
         r"|ConnectionError|NameResolution|Max retries|not a valid model identifier"
-        r"|does not appear to have a file named|couldn't connect|No such file.*models--",
+        r"|Cannot find any model weights|does not appear to have a file named|couldn't connect|No such file.*models--",
     ),
     (
         "needs GPU",
@@ -104,11 +104,10 @@ def compare(
 
 def reason_class(reason: str) -> str:
     """The class of a failure: what the test would need, or "other"."""
-    errors = "\n".join(_error_lines(reason)) or reason
-    for text in (errors, reason):
-        for name, pattern in _REASONS:
-            if re.search(pattern, text):
-                return name
+    text = "\n".join(_error_lines(reason)) or reason
+    for name, pattern in _REASONS:
+        if re.search(pattern, text):
+            return name
     return "other"
 
 
