@@ -299,12 +299,12 @@ def topk_transform_512_cpu(
 
 def biased_topk_cpu(
     hidden_states: Tensor,
-    gating_output: Tensor,
+    gating_output: Tensor,  # (tokens, experts)
     correction_bias: Tensor,
-    topk: int,
+    topk: int,  # experts a token
     renormalize: bool,
-    scoring_func: str,
-    num_fused_shared_experts: int,
+    scoring_func: str,  # only sqrtsoftplus
+    num_fused_shared_experts: int,  # only 0
     routed_scaling_factor: float | None,
     apply_routed_scaling_factor_on_output: bool,
 ) -> tuple[Tensor, Tensor]:
@@ -343,9 +343,9 @@ def bmm_cpu(
 def hc_pre_fused_cpu(
     x: Tensor,
     hc_fn: Tensor,
-    hc_scale: Tensor,
+    hc_scale: Tensor,  # (3,)
     hc_base: Tensor,
-    hc_mult: int,
+    hc_mult: int,  # residual streams
     sinkhorn_iters: int,
     rms_eps: float,
     hc_eps: float,
