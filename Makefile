@@ -2,9 +2,11 @@
 PYTHON ?= python3.11
 RELEASE ?= 0.32.0
 RUN := .venv/bin/vllm-pr
+MORE := doctor_serve doctor_verdicts engine output_equality proof_events \
+	proof_manager serve upstream
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test prove matrix newest upstream bench bench-full lint lint-upstream
+.PHONY: help setup demo test test-more prove matrix newest upstream bench bench-full lint lint-upstream
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -17,9 +19,12 @@ setup: ## build .venv (every other target does it on first use)
 demo: setup ## the fault and the cure on a real DeepSeek-V4 engine, about 6 minutes
 	@$(RUN) demo
 
-test: setup ## the upstream-bound tests on stock and changed, then all others
+test: setup ## the upstream-bound tests on stock and changed, then the others; 25 minutes
 	@$(RUN) prove
-	@.venv/bin/python -m pytest vllm_pr/tests
+	@.venv/bin/python -m pytest vllm_pr/tests $(MORE:%=--ignore=vllm_pr/tests/test_%.py)
+
+test-more: setup ## the tests that run servers for long, and those still being settled
+	@.venv/bin/python -m pytest $(MORE:%=vllm_pr/tests/test_%.py)
 
 prove: setup ## the upstream-bound tests only
 	@$(RUN) prove

@@ -53,7 +53,8 @@ def run(argv, env=None):
 def must(argv, what, env=None):
     if not run(argv, env):
         fail(
-            "%s failed; see %s, then run make again" % (what, os.path.relpath(LOG, ROOT))
+            "%s failed; see %s, then run make again"
+            % (what, os.path.relpath(LOG, ROOT))
         )
 
 
@@ -111,7 +112,10 @@ def build(stamp):
     with open(rest, "w", encoding="utf-8") as file:
         file.write("\n".join(others) + "\n")
     pip = [python, "-m", "pip"]
-    must(pip + ["install", "--no-compile", "--no-deps", "-r", rest], "installing the packages")
+    must(
+        pip + ["install", "--no-compile", "--no-deps", "-r", rest],
+        "installing the packages",
+    )
     run(pip + ["uninstall", "-y"] + UNLOADABLE)
     say("3/3 vllm-pr itself")
     editable = ["install", "--no-deps", "--no-build-isolation", "-e", ROOT]

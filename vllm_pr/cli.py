@@ -3,9 +3,9 @@
 
 import typer
 
-from vllm_pr.lint_upstream import lint_upstream
 from vllm_pr.demo import demo
 from vllm_pr.doctor.cli import doctor
+from vllm_pr.lint_upstream import lint_upstream
 from vllm_pr.matrix import matrix
 from vllm_pr.newest import newest
 from vllm_pr.patching import commands as patching

@@ -18,13 +18,13 @@ from functools import cache
 from typing import Any
 
 import torch
-from vllm.sampling_params import SamplingParams
-from vllm.v1.core.kv_cache_manager import KVCacheManager
-from vllm.v1.request import Request, RequestStatus
 
 from vllm.config import CacheConfig
+from vllm.sampling_params import SamplingParams
 from vllm.v1 import kv_cache_interface
 from vllm.v1.core import kv_cache_utils, single_type_kv_cache_manager
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.request import Request, RequestStatus
 from vllm_pr.scenarios import Geometry, Group
 
 INTERVAL_VARIABLE = "VLLM_PREFIX_CACHE_RETENTION_INTERVAL"

@@ -56,4 +56,6 @@ def newest() -> None:
         for line in error.lines:
             typer.echo(f"  {line}")
         raise typer.Exit(1) from None
-    typer.echo(f"vLLM {version}: the rules for {rules} go onto it ({len(changes)} files)")
+    typer.echo(
+        f"vLLM {version}: the rules for {rules} go onto it ({len(changes)} files)"
+    )

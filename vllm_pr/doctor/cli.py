@@ -31,13 +31,16 @@ def doctor(
         ),
     ] = None,
     time_limit: Annotated[
-        float, typer.Option(metavar="S", min=1, help="Start no request after S seconds.")
+        float,
+        typer.Option(metavar="S", min=1, help="Start no request after S seconds."),
     ] = 270.0,
     timeout: Annotated[
-        float, typer.Option(metavar="S", min=1, help="Give up a silent request after S.")
+        float,
+        typer.Option(metavar="S", min=1, help="Give up a silent request after S."),
     ] = 600.0,
     ca_file: Annotated[
-        Path | None, typer.Option(metavar="PEM", help="Certificate authorities to trust.")
+        Path | None,
+        typer.Option(metavar="PEM", help="Certificate authorities to trust."),
     ] = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Also write JSON.")
@@ -48,7 +51,9 @@ def doctor(
     ] = None,
     release: Annotated[
         str | None,
-        typer.Option(metavar="X", help="With --prometheus: the vLLM release it is from."),
+        typer.Option(
+            metavar="X", help="With --prometheus: the vLLM release it is from."
+        ),
     ] = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
 ) -> None:

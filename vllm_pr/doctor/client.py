@@ -71,7 +71,9 @@ class Api:
                 verify=ssl.create_default_context(cafile=ca_file) if ca_file else True,
             )
         except (OSError, ssl.SSLError) as error:
-            raise DoctorError(f"cannot read certificates from {ca_file}: {error}") from None
+            raise DoctorError(
+                f"cannot read certificates from {ca_file}: {error}"
+            ) from None
 
     async def close(self) -> None:
         """Close every connection: a request still running is thereby aborted."""
@@ -103,7 +105,11 @@ class Api:
         """The server's metrics, empty when it gives none."""
         try:
             response = await self._client.get("/metrics", follow_redirects=True)
-            return parse_wanted(response.text) if response.status_code == 200 else Snapshot()
+            return (
+                parse_wanted(response.text)
+                if response.status_code == 200
+                else Snapshot()
+            )
         except (httpx.HTTPError, ssl.SSLError, ValueError):
             return Snapshot()
 
@@ -150,7 +156,10 @@ class Api:
     def _prompt(self, messages: Messages) -> dict:
         if self.endpoint == "chat":
             return {"model": self.model, "messages": messages}
-        return {"model": self.model, "prompt": "\n".join(m["content"] for m in messages)}
+        return {
+            "model": self.model,
+            "prompt": "\n".join(m["content"] for m in messages),
+        }
 
     def _refused(self, status: int, text: str = "") -> None:
         if status in (401, 403):
@@ -164,7 +173,9 @@ class Api:
                 "Name one that it serves with --model"
             )
         if status != 200 and text:
-            raise DoctorError(f"{self.url} refuses the request ({status}): {_detail(text)}")
+            raise DoctorError(
+                f"{self.url} refuses the request ({status}): {_detail(text)}"
+            )
 
 
 async def _events(response: httpx.Response) -> AsyncIterator[dict]:
@@ -176,7 +187,9 @@ async def _events(response: httpx.Response) -> AsyncIterator[dict]:
         try:
             event = json.loads(payload)
         except ValueError:
-            raise DoctorError(f"not an event of the OpenAI API: {payload[:80]!r}") from None
+            raise DoctorError(
+                f"not an event of the OpenAI API: {payload[:80]!r}"
+            ) from None
         if "error" in event:
             raise DoctorError(
                 f"the server stopped while the request ran: {_detail(payload)}"
@@ -190,7 +203,9 @@ def _take(answer: Answer, event: dict, sent: float) -> None:
         text = delta.get("content") or choice.get("text") or ""
         thought = delta.get("reasoning") or delta.get("reasoning_content") or ""
         ids = choice.get("token_ids") or ()
-        if (text or thought or ids or choice.get("finish_reason")) and not answer.ttft_s:
+        if (
+            text or thought or ids or choice.get("finish_reason")
+        ) and not answer.ttft_s:
             answer.ttft_s = time.monotonic() - sent
         answer.text += text
         answer.token_ids += ids
@@ -218,7 +233,9 @@ def explain(error: Exception, url: str, during: bool = False) -> str:
         return f"the server closed the connection while a request ran: see {url}'s log"
     if any(word in text for word in ("Name or service", "resolution", "nodename")):
         return f"no host of that name: {url}: check --url"
-    return f"nothing answers at {url} ({str(error) or type(error).__name__}): check --url"
+    return (
+        f"nothing answers at {url} ({str(error) or type(error).__name__}): check --url"
+    )
 
 
 def _reason(text: str) -> str:
@@ -246,4 +263,6 @@ def _base(url: str) -> str:
         raise DoctorError(f"not an HTTP URL: {url!r}: it should be http://HOST:PORT")
     if parsed.userinfo:
         raise DoctorError("no user or password in --url: use --api-key-env")
-    return str(parsed.copy_with(query=None, fragment=None)).rstrip("/").removesuffix("/v1")
+    return (
+        str(parsed.copy_with(query=None, fragment=None)).rstrip("/").removesuffix("/v1")
+    )

@@ -17,7 +17,6 @@ from rich.status import Status
 from vllm_pr.doctor import report
 from vllm_pr.doctor.client import Api
 from vllm_pr.doctor.errors import DoctorError
-from vllm_pr.doctor.evidence import Evidence
 from vllm_pr.doctor.probes import Probes
 from vllm_pr.doctor.saved import explain_file
 from vllm_pr.doctor.verdicts import UNMEASURED, examine, exit_status
@@ -57,7 +56,9 @@ def run(options: Options) -> int:
             return explain_file(options.prometheus, options.release, options.json_file)
         return _examine_server(options)
     except DoctorError as error:
-        report.console(stderr=True).print(f"doctor: {error}", markup=False, soft_wrap=True)
+        report.console(stderr=True).print(
+            f"doctor: {error}", markup=False, soft_wrap=True
+        )
         return UNMEASURED
 
 
@@ -177,4 +178,6 @@ def _check_writable(path: Path) -> None:
     """
     folder = path.parent
     if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise DoctorError(f"cannot write --json {path}: no such folder, or not writable")
+        raise DoctorError(
+            f"cannot write --json {path}: no such folder, or not writable"
+        )

@@ -216,7 +216,9 @@ class Evidence:
         than it uncached: the smallest such number of whole blocks.
         """
         divisor = gcd(*(r.cached_tokens or 0 for r in self.replies))
-        again = (r for r in self.replies if r.name.endswith(" again") and r.cached_tokens)
+        again = (
+            r for r in self.replies if r.name.endswith(" again") and r.cached_tokens
+        )
         left = max((_uncached_end(r) for r in again), default=0)
         block = self.server.block_size or divisor
         sizes = range(block, divisor + 1, block) if divisor else ()

@@ -5,7 +5,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from vllm_pr.doctor.client import Answer, Api, Messages
 from vllm_pr.doctor.errors import DoctorError

@@ -224,7 +224,9 @@ def lasting_checkpoints(server: Server) -> list[Remedy]:
         option = f"{ENV}=N vllm serve MODEL"
     return [
         more,
-        Remedy(option, "A checkpoint every N tokens that is kept as long as a session."),
+        Remedy(
+            option, "A checkpoint every N tokens that is kept as long as a session."
+        ),
     ]
 
 
@@ -232,7 +234,8 @@ def preempted() -> list[Remedy]:
     """Cure for preemption."""
     return [
         Remedy(
-            "vllm serve MODEL --max-num-seqs N", "Fewer at once, so that all of them fit."
+            "vllm serve MODEL --max-num-seqs N",
+            "Fewer at once, so that all of them fit.",
         ),
         Remedy("vllm serve MODEL --gpu-memory-utilization 0.95", "More KV memory."),
     ]

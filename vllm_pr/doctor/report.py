@@ -90,7 +90,15 @@ def _names(findings: list[Finding], status: int) -> str:
 def _table(out: Console, evidence: Evidence) -> Table:
     table = Table(box=box.SIMPLE_HEAD if out.is_terminal else None, pad_edge=False)
     table.add_column("request", no_wrap=True)
-    for title in ("prompt", "shared", "cached", "hit %", "first token", "pool", "preempted"):
+    for title in (
+        "prompt",
+        "shared",
+        "cached",
+        "hit %",
+        "first token",
+        "pool",
+        "preempted",
+    ):
         table.add_column(title, justify="right", no_wrap=True)
     for reply in evidence.replies:
         cached = reply.cached_tokens

@@ -88,8 +88,10 @@ def retention_suspected(evidence: Evidence) -> Finding | None:
     dense = remedies.dense_checkpoints(server)
     if server.caching is False or server.dense_group_only or dense is None:
         return None
-    unless = "" if server.dense_group_only is False else (
-        "if the model has sliding-window layers, "
+    unless = (
+        ""
+        if server.dense_group_only is False
+        else ("if the model has sliding-window layers, ")
     )
     if dense:
         return Finding(
@@ -115,7 +117,9 @@ def retention_suspected(evidence: Evidence) -> Finding | None:
 def since_start(snapshot: Snapshot) -> Finding:
     """Hit rate since the server's start, and that a file is no measurement."""
     queries, hits = (int(snapshot.total[name]) for name in ("queries", "hits"))
-    rate = f"{hits / queries:.1%} of {queries} prompt tokens" if queries else "no prompt"
+    rate = (
+        f"{hits / queries:.1%} of {queries} prompt tokens" if queries else "no prompt"
+    )
     return Finding(
         "not-measured",
         "unsure",

@@ -243,7 +243,7 @@ def resend_misses(evidence: Evidence) -> Finding | None:
     if again.cached_tokens >= HALF * want or _explained(evidence):
         return None
     if again.foreign_tokens and _crowded_out(evidence, again):
-        return _crowded(evidence, [hit(again)], again.foreign_tokens)
+        return None
     speculative = evidence.server.spec_decode
     cause = (
         "Speculative decoding is on: with EAGLE or MTP the last block of a prefix is "
@@ -271,12 +271,6 @@ def _explained(evidence: Evidence) -> bool:
     """Whether another finding already says why an immediate resend missed."""
     template = evidence.template
     return routed(evidence) or (template is not None and not template.stable_in_time)
-
-
-def _crowded_out(evidence: Evidence, reply: Reply) -> bool:
-    """Whether other clients sent more than the pool has room for beside ``reply``."""
-    room = evidence.fits_tokens
-    return not room or reply.prompt_tokens + reply.foreign_tokens > room
 
 
 def routed(evidence: Evidence) -> bool:
@@ -428,14 +422,14 @@ def _room_line(evidence: Evidence, switch: Switch) -> str:
 
 def capacity(evidence: Evidence) -> Finding | None:
     """The pool is too small for two such sessions."""
-    late = [s for s in evidence.switches if lost(s)]
-    if not late or flushed(evidence) or not resend_works(evidence):
+    if evidence.server.engine != "vllm" or not resend_works(evidence):
         return None
-    if evidence.server.engine != "vllm":
+    late = [
+        s for s in evidence.switches if lost(s) and not fits(evidence, s, foreign=False)
+    ]
+    if not late or flushed(evidence):
         return None
     switch = max(late, key=lambda s: s.session_tokens + s.between_tokens)
-    if fits(evidence, switch, foreign=False):
-        return _crowded(evidence, [_switch_line(switch)], switch.foreign_tokens)
     sure = switch_proven(evidence)
     room = evidence.fits_tokens
     own = switch.session_tokens + switch.between_tokens
@@ -452,16 +446,39 @@ def capacity(evidence: Evidence) -> Finding | None:
     )
 
 
-def _crowded(evidence: Evidence, lines: list[str], foreign: int) -> Finding:
+def crowded(evidence: Evidence) -> Finding | None:
+    """A was lost, and what other clients sent may be why."""
+    resend = evidence.reply("A again")
+    if resend and resend.foreign_tokens and not resend_works(evidence):
+        lines = [hit(resend)] if _crowded_out(evidence, resend) else []
+    else:
+        lines = [
+            _switch_line(s)
+            for s in evidence.switches
+            if lost(s) and fits(evidence, s, foreign=False) and not fits(evidence, s)
+        ]
+    if not lines:
+        return None
     return Finding(
         "crowded",
         "unsure",
         "A was lost, but other clients may have needed the room",
-        f"Others sent {foreign} tokens in between and had up to "
-        f"{evidence.traffic.running} requests in the pool at once.",
-        [*lines, _pool(evidence)],
+        "With what they sent and what they had running at once, the pool may have been "
+        "too small.",
+        [
+            *lines,
+            f"others: {evidence.traffic.tokens} tokens in all, up to "
+            f"{evidence.traffic.running} requests at once",
+            _pool(evidence),
+        ],
         remedies.again(),
     )
+
+
+def _crowded_out(evidence: Evidence, reply: Reply) -> bool:
+    """Whether other clients sent more than the pool has room for beside ``reply``."""
+    room = evidence.fits_tokens
+    return not room or reply.prompt_tokens + reply.foreign_tokens > room
 
 
 def not_provoked(evidence: Evidence) -> Finding | None:
@@ -505,7 +522,9 @@ def sparse_retention(evidence: Evidence) -> Finding | None:
     if evidence.server.interval == "None":
         return _checkpoints_evicted(evidence, misses)
     second = evidence.reply("branch off A again")
-    learned = second and (second.cached_tokens or 0) >= HALF * expected(evidence, second)
+    learned = second and (second.cached_tokens or 0) >= HALF * expected(
+        evidence, second
+    )
     lines = [f"{hit(r)}, {expected(evidence, r)} could have been" for r in misses]
     if second and misses[0].name == "branch off A":
         lines.append(hit(second) + (": it learned the junction" if learned else ""))
@@ -679,6 +698,7 @@ CHECKS: tuple[Check, ...] = (
     template_suspected,
     session_flush,
     capacity,
+    crowded,
     not_provoked,
     sparse_retention,
     preemption,

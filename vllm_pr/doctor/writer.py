@@ -4,8 +4,8 @@
 import random
 from collections.abc import Awaitable, Callable
 
-_ONSETS = "b d f g k l m n p r s t v z".split()
-_VOWELS = "a e i o u".split()
+_ONSETS = ["b", "d", "f", "g", "k", "l", "m", "n", "p", "r", "s", "t", "v", "z"]
+_VOWELS = ["a", "e", "i", "o", "u"]
 GUESS_TOKENS_PER_CHAR = 0.4
 
 Count = Callable[[str], Awaitable[int | None]]

@@ -10,7 +10,6 @@ import torch
 def register() -> None:
     """Add missing operators, and mend what keeps the model off this processor."""
     from vllm.platforms import current_platform
-
     from vllm_pr.engine import dsv4_kernels
 
     current_platform.import_kernels()

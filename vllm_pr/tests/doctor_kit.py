@@ -181,6 +181,7 @@ class OtherEngine:
             "error-event", "hang", or "die" to close the connection in the middle.
         fail_after: Completions answered before that.
         asked: Prompts received.
+        hung_up: Whether a client closed the connection while the engine hung.
     """
 
     model: str = "other-model"
@@ -190,6 +191,7 @@ class OtherEngine:
     fail: str = ""
     fail_after: int = 0
     asked: list[str] = field(default_factory=list)
+    hung_up: bool = False
 
     def app(self) -> Starlette:
         """The ASGI application."""
@@ -228,7 +230,10 @@ class OtherEngine:
 
     async def _events(self, prompt: str, cached: int, fail: str):
         if fail == "hang":
-            await asyncio.sleep(3600)
+            try:
+                await asyncio.sleep(3600)
+            finally:
+                self.hung_up = True
         if fail == "garbage":
             yield "data: <html>\n\n"
         if fail == "error-event":
@@ -243,12 +248,46 @@ class OtherEngine:
         yield "data: [DONE]\n\n"
 
 
+class Proxy:
+    """Forwards to a server, all but some paths.
+
+    Args:
+        url: The server.
+        hidden: Paths that it answers with 404.
+    """
+
+    def __init__(self, url: str, *hidden: str) -> None:
+        self._client = httpx.AsyncClient(base_url=url, timeout=600, trust_env=False)
+        self._hidden = hidden
+
+    def app(self) -> Starlette:
+        """The ASGI application."""
+        methods = ["GET", "POST"]
+        return Starlette(routes=[Route("/{path:path}", self._forward, methods=methods)])
+
+    async def _forward(self, request: Request) -> Response:
+        if request.url.path in self._hidden:
+            return Response("not for you", 404)
+        sent = self._client.build_request(
+            request.method,
+            request.url.path,
+            content=await request.body(),
+            headers={"content-type": "application/json"},
+        )
+        answer = await self._client.send(sent, stream=True)
+        return StreamingResponse(
+            answer.aiter_raw(),
+            answer.status_code,
+            media_type=answer.headers.get("content-type"),
+        )
+
+
 def _common(left: str, right: str) -> int:
     return len(os.path.commonprefix([left, right]))
 
 
 @contextmanager
-def served(engine: OtherEngine, **uvicorn_options: object) -> Iterator[str]:
+def served(engine: OtherEngine | Proxy, **uvicorn_options: object) -> Iterator[str]:
     """The engine on loopback, in a thread; yields HOST:PORT."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))

@@ -7,6 +7,7 @@ fails. What vLLM does is tested on vLLM, in ``test_doctor_serve.py``.
 
 import datetime
 import ipaddress
+import signal
 import socket
 from pathlib import Path
 
@@ -15,8 +16,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
-
-from doctor_kit import OtherEngine, doctor, one_line, served
+from doctor_kit import OtherEngine, doctor, one_line, served, start, wait_for
 
 
 def fails(*words: object, env: dict[str, str] | None = None) -> str:
@@ -304,3 +304,19 @@ def test_file_that_is_no_metrics(tmp_path, text, says):
     assert says in one_line(run.err)
     missing = doctor("--prometheus", tmp_path / "missing")
     assert "cannot read" in one_line(missing.err)
+
+
+# -- Ctrl-C ------------------------------------------------------------------------------
+
+
+def test_interrupt_closes_the_connection():
+    engine = OtherEngine(reports=True, fail="hang", fail_after=3)
+    with served(engine) as place:
+        process = start("--url", f"http://{place}", "--yes")
+        wait_for(lambda: len(engine.asked) == 4)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+        assert process.returncode == 2, out + err
+        assert "interrupted; the connection is closed" in one_line(err)
+        assert "short prompt again" in out
+        wait_for(lambda: engine.hung_up)

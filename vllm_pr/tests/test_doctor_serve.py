@@ -13,20 +13,22 @@ from contextlib import ExitStack
 
 import httpx
 import pytest
-
-from vllm_pr.doctor.metrics import Snapshot, parse_wanted
-from vllm_pr.engine.models import BUILD
-from vllm_pr.engine.server import Server, serve
-from vllm_pr.releases import stock_tree
 from doctor_kit import (
+    Proxy,
     Run,
     doctor,
     doctor_on_terminal,
     flood,
     one_line,
+    served,
     start,
     wait_for,
 )
+
+from vllm_pr.doctor.metrics import Snapshot, parse_wanted
+from vllm_pr.engine.models import BUILD
+from vllm_pr.engine.server import Server, serve
+from vllm_pr.releases import stock_tree
 
 RESULTS = BUILD / "doctor"
 KEY = "not-to-be-printed"
@@ -154,6 +156,21 @@ def test_short_sessions_are_below_the_alignment(running):
     assert "short-prompts" not in run.names() | run.names("note")
 
 
+def test_behind_a_proxy_that_hides_metrics(running):
+    """Usage still tells cached tokens: a missing branch shows, a good switch does not."""
+    url = running("stock-default").url
+    with served(Proxy(url, "/metrics", "/tokenize")) as place:
+        run = doctor(
+            *("--url", f"http://{place}", "--yes", "--time-limit", 3000),
+            json_file=RESULTS / "proxy.json",
+        )
+    assert run.status == 1
+    assert run.names() == {"sparse-retention"}
+    assert run.names("unsure") == {"no-metrics", "not-provoked"}
+    sent = sum(reply.prompt_tokens for reply in run.evidence.replies)
+    assert sent <= run.evidence.plan.bound_tokens
+
+
 def test_interrupt_leaves_no_request_running(running):
     server = running("stock-default")
     process = start("--url", server.url, "--yes")
@@ -272,7 +289,7 @@ def test_pool_too_small(running):
 def test_preemption(running, tmp_path):
     server = running("tiny-pool")
     with flood(server.url, server.model, users=6, prompt=300, output=700):
-        run = judge(server, "preemption")
+        run = judge(server, "preemption", "--time-limit", 60)
     assert "preemption" in run.names()
     assert run.evidence.traffic.preemptions > 0
     assert "other-traffic" in run.names("note") | run.names("unsure")

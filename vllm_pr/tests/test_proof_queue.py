@@ -27,20 +27,20 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
+from vllm.v1.core import block_pool
+from vllm.v1.core.free_block_queue import (
+    NUM_PROBATIONARY_LEVELS,
+    SegmentedFreeBlockQueue,
+)
 from vllm.v1.core.kv_cache_utils import (
     FreeKVCacheBlockQueue,
     get_request_block_hasher,
     init_none_hash,
 )
 from vllm.v1.request import Request
-
-from vllm.v1.core import block_pool
-from vllm.v1.core.free_block_queue import (
-    NUM_PROBATIONARY_LEVELS,
-    SegmentedFreeBlockQueue,
-)
 
 FREE, PROTECTED = 0, NUM_PROBATIONARY_LEVELS + 1
 STEPS = int(os.environ.get("VLLM_PR_PROOF_STEPS", "20000"))

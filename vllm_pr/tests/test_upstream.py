@@ -4,7 +4,7 @@
 import json
 import os
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
@@ -110,7 +110,8 @@ def flaky_sides(make_side) -> Iterator[tuple[Side, ...]]:
 
 
 def test_the_lost_are_run_again_and_the_flaky_told(flaky_sides, monkeypatch, tmp_path):
-    monkeypatch.setattr(command, "make_sides", lambda release, part: flaky_sides)
+    laid_out = contextmanager(lambda release, part: (yield flaky_sides))
+    monkeypatch.setattr(command, "both_sides", laid_out)
     monkeypatch.setattr(command, "select", lambda root, only: ["tests/test_flaky.py"])
     results = tmp_path / "results.json"
     done = CliRunner().invoke(app, ["upstream", "--json", str(results)])
@@ -197,6 +198,14 @@ def test_bad_input_is_one_line(words, says):
     done = CliRunner().invoke(app, ["upstream", *words])
     assert done.exit_code == 2
     assert says in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_two_runs_of_a_release_do_not_mix(tmp_path, monkeypatch):
+    with sources._locked(tmp_path / "0.0"):
+        with pytest.raises(ValueError, match="tests of 0.0 are running"):
+            sources._locked(tmp_path / "0.0").__enter__()
+    with sources._locked(tmp_path / "0.0"):
+        pass
 
 
 def test_one_file_of_upstream_passes_on_both(tmp_path):

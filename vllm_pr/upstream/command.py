@@ -6,17 +6,22 @@ from collections import Counter
 from contextlib import ExitStack, closing
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-from rich.progress import TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+)
 from rich.table import Table
 
 from vllm_pr.upstream.compare import Comparison, Rerun, compare
 from vllm_pr.upstream.runs import Outcome, Runner
-from vllm_pr.upstream.sources import SIDES, Side, make_sides, select
+from vllm_pr.upstream.sources import SIDES, Side, both_sides, select
 
 RERUNS = 3
 Outcomes = dict[str, dict[str, Outcome]]
@@ -26,7 +31,9 @@ def upstream(
     release: Annotated[
         str | None, typer.Option(help="A release (default: the installed vLLM).")
     ] = None,
-    part: Annotated[str, typer.Option(help="all, or queue for commit 1 alone.")] = "all",
+    part: Annotated[
+        str, typer.Option(help="all, or queue for commit 1 alone.")
+    ] = "all",
     only: Annotated[
         str | None,
         typer.Option(metavar="PATTERN", help="Test files whose path has this in it."),
@@ -42,29 +49,33 @@ def upstream(
     from vllm_pr.patching.errors import PatchError
 
     console = Console(stderr=True, highlight=False, soft_wrap=True)
-    try:
-        if json_file and not json_file.absolute().parent.is_dir():
-            raise ValueError(f"no folder {json_file.absolute().parent}")
-        with console.status("laying out upstream's tests and both sides"):
-            sides = make_sides(release, part)
-            files = select(sides[0].root, only)
-        if not files:
-            raise ValueError(f"no test file matches {only!r}")
-    except (PatchError, ValueError, OSError) as error:
-        console.print(f"vllm-pr: {error}", markup=False)
-        raise typer.Exit(2) from None
-    try:
-        outcomes = run_all(sides, files, console)
-        comparison = compare(*outcomes.values())
-        settle(comparison, sides, outcomes, console)
-    except RuntimeError as error:
-        console.print(f"vllm-pr: {error}", markup=False)
-        raise typer.Exit(1) from None
+    with ExitStack() as stack:
+        try:
+            if json_file and not json_file.absolute().parent.is_dir():
+                raise ValueError(f"no folder {json_file.absolute().parent}")
+            with console.status("laying out upstream's tests and both sides"):
+                sides = stack.enter_context(both_sides(release, part))
+                files = select(sides[0].root, only)
+            if not files:
+                raise ValueError(f"no test file matches {only!r}")
+        except (PatchError, ValueError, OSError) as error:
+            _quit(console, error, 2)
+        try:
+            outcomes = run_all(sides, files, console)
+            comparison = compare(*outcomes.values())
+            settle(comparison, sides, outcomes, console)
+        except RuntimeError as error:
+            _quit(console, error, 1)
     if json_file:
         text = json.dumps({"release": sides[0].release, **asdict(comparison)})
         json_file.write_text(text + "\n", encoding="utf-8")
     show(comparison, Console(highlight=False))
     raise typer.Exit(1 if comparison.lost else 0)
+
+
+def _quit(console: Console, error: Exception, code: int) -> NoReturn:
+    console.print(f"vllm-pr: {error}", markup=False)
+    raise typer.Exit(code) from None
 
 
 def run_all(sides: tuple[Side, ...], files: list[str], console: Console) -> Outcomes:

@@ -78,9 +78,7 @@ class Comparison:
         return Counter(self.classes.values()).most_common()
 
 
-def compare(
-    stock: dict[str, Outcome], changed: dict[str, Outcome]
-) -> Comparison:
+def compare(stock: dict[str, Outcome], changed: dict[str, Outcome]) -> Comparison:
     """Put every test that either side knows in one list."""
     result = Comparison()
     for test in sorted(stock.keys() | changed.keys()):

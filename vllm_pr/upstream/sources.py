@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where upstream's tests come from, which of them count, and what they run beside."""
 
+import fcntl
 import fnmatch
 import os
 import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,8 +51,9 @@ class Side:
         return FOLDER / self.release / "logs" / self.name
 
 
-def make_sides(release: str | None, part: str) -> tuple[Side, Side]:
-    """Lay out both sides under ``build/upstream/``.
+@contextmanager
+def both_sides(release: str | None, part: str) -> Iterator[tuple[Side, Side]]:
+    """Lay out both sides under ``build/upstream/``, and keep others from doing so.
 
     Args:
         release: A release, or None for the installed one.
@@ -57,7 +61,7 @@ def make_sides(release: str | None, part: str) -> tuple[Side, Side]:
 
     Raises:
         PatchError: The change does not fit the release.
-        ValueError: No such release, or its tests cannot be had.
+        ValueError: No such release, its tests cannot be had, or they are running.
     """
     from vllm_pr.patching.trees import changed_tree
     from vllm_pr.releases import installed_release, sdist_tree, stock_tree
@@ -65,13 +69,27 @@ def make_sides(release: str | None, part: str) -> tuple[Side, Side]:
     trees = (stock_tree(release) if release else None, changed_tree(release, part))
     release = release or installed_release()
     source = sdist_tree(release)
-    packages, hub = _packages(), write_hub(FOLDER / "hub")
-    sides = []
-    for name, tree in zip(SIDES, trees, strict=True):
-        root = _copy_tests(source, FOLDER / release / name)
-        folders = [str(folder) for folder in (tree, packages) if folder]
-        sides.append(Side(name, release, root, _environment(folders, hub)))
-    return tuple(sides)
+    with _locked(FOLDER / release):
+        packages, hub = _packages(), write_hub(FOLDER / "hub")
+        sides = []
+        for name, tree in zip(SIDES, trees, strict=True):
+            root = _copy_tests(source, FOLDER / release / name)
+            folders = [str(folder) for folder in (tree, packages) if folder]
+            sides.append(Side(name, release, root, _environment(folders, hub)))
+        yield tuple(sides)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError:
+        raise ValueError(f"upstream's tests of {folder.name} are running") from None
+    finally:
+        os.close(descriptor)
 
 
 def select(root: Path, only: str | None = None) -> list[str]:

@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A cache hit changes no output: a session workload on the real engine.
+
+The same requests on stock without caching, on stock and on changed. The pool is as small
+as the engine accepts, so that requests are preempted and blocks reused all the time.
+"""
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from equality_kit import (
+    FIRST_TOKEN,
+    MOVES,
+    Shape,
+    contradiction,
+    contradictions,
+    distance,
+    first_difference,
+    workload,
+)
+
+from vllm_pr.engine.runner import Engine, Result, start_engine
+from vllm_pr.engine.tokenizer import VOCAB_SIZE
+
+PROBE = "vllm_pr.engine.probe"
+LIKELY = 5  # log probabilities per token
+# Other hits, other chunks of prefill, other rounding: the largest error of two runs is
+# of the same order, and a stale block is far beyond it.
+ROUNDING = 10
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, its workload and the engine settings that make the pool tight."""
+
+    model: str
+    shape: Shape
+    blocks: int
+    engine_args: dict[str, Any] = field(default_factory=dict)
+    seed: int = 3
+
+
+CASES = (
+    Case(
+        "gemma3-tiny",
+        Shape(
+            rounds=24,
+            together=10,
+            quick=4,
+            sessions=5,
+            shared=150,
+            step=300,
+            longest=900,
+            output=8,
+            long_output=64,
+        ),
+        blocks=90,
+        engine_args={"max_model_len": 1024},
+    ),
+    Case(
+        "dsv4-tiny",
+        Shape(
+            rounds=8,
+            together=15,
+            quick=12,
+            sessions=3,
+            shared=300,
+            step=260,
+            longest=900,
+            output=4,
+            long_output=64,
+        ),
+        blocks=155,
+        engine_args={"max_model_len": 1280, "max_num_batched_tokens": 256},
+    ),
+)
+
+
+@dataclass
+class Run:
+    """What one engine answered."""
+
+    results: list[Result]
+    preemptions: int
+
+    @property
+    def cached_tokens(self) -> int:
+        return sum(result.cached_tokens for result in self.results)
+
+
+@dataclass
+class Runs:
+    """The same workload on three engines, the last of which still runs."""
+
+    off: Run
+    stock: Run
+    changed: Run
+    engine: Engine
+
+
+def run(engine: Engine, case: Case) -> Run:
+    results = []
+    for asks in workload(case.shape, case.seed):
+        prompts = [ask.prompt for ask in asks]
+        lengths = [ask.output_tokens for ask in asks]
+        results += engine.ask_all(prompts, lengths, LIKELY)
+    return Run(results, engine.call(f"{PROBE}:preemptions"))
+
+
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: case.model)
+def case(request: pytest.FixtureRequest) -> Case:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def runs(case: Case) -> Iterator[Runs]:
+    settings = {"blocks": case.blocks, "engine_args": case.engine_args}
+    done = []
+    for variant in ("caching-off", "stock-default"):
+        with start_engine(case.model, variant, **settings) as engine:
+            done.append(run(engine, case))
+    with start_engine(case.model, "changed", **settings) as engine:
+        yield Runs(*done, run(engine, case), engine)
+
+
+def test_workload_switches_branches_edits_and_preempts(case, runs, figure):
+    asks = [ask for asks in workload(case.shape, case.seed) for ask in asks]
+    assert {ask.what for ask in asks} == {"start", "quick", *MOVES}
+    assert len(asks) == len(runs.changed.results)
+    assert runs.off.cached_tokens == 0
+    assert runs.changed.cached_tokens >= runs.stock.cached_tokens > 0
+    assert min(each.preemptions for each in (runs.off, runs.stock, runs.changed)) > 0
+    figure(f"equality_requests_{case.model}", len(asks))
+    figure(f"equality_prompt_tokens_{case.model}", sum(len(x.prompt) for x in asks))
+    figure(f"equality_cached_tokens_{case.model}", runs.changed.cached_tokens)
+    figure(f"equality_preemptions_{case.model}", runs.changed.preemptions)
+
+
+def test_answers_agree_as_upstream_demands(case, runs, figure):
+    found = contradictions(runs.off.results, runs.changed.results)
+    figure(f"equality_contradictions_{case.model}", len(found))
+    assert not found
+
+
+def test_changed_differs_no_more_than_stock(case, runs, figure):
+    texts, distances = {}, {}
+    for name in ("stock", "changed"):
+        pairs = list(zip(runs.off.results, getattr(runs, name).results, strict=True))
+        texts[name] = sum(first_difference(*pair) is not None for pair in pairs)
+        distances[name] = max(distance(*pair) for pair in pairs)
+        figure(f"equality_texts_that_differ_{case.model}_{name}", texts[name])
+        figure(f"equality_logprob_distance_{case.model}_{name}", distances[name])
+    assert texts["changed"] <= texts["stock"]
+    assert distances["changed"] <= ROUNDING * distances["stock"]
+
+
+def test_one_stale_block_is_noticed(case, runs, figure):
+    """A block of a hit holds another prompt's content, once for every group."""
+    engine = runs.engine
+    length = 2 * engine.model.alignment + 200
+    prompt, other = (
+        random.Random(seed).choices(range(FIRST_TOKEN, VOCAB_SIZE), k=length)
+        for seed in (1, 2)
+    )
+    aligned = length - length % engine.model.alignment
+    rounding = max(map(distance, runs.off.results, runs.stock.results))
+    tolerated = ROUNDING * rounding
+    noticed = {}
+    for group, size in enumerate(engine.info.group_block_sizes):
+        engine.reset_prefix_cache()
+        cold = engine.ask(prompt, 8, LIKELY)
+        engine.ask(other)
+        hit = engine.call(f"{PROBE}:hit_blocks", prompt=prompt)[group]
+        stale = engine.call(f"{PROBE}:hit_blocks", prompt=other)[group]
+        warm = engine.ask(prompt, 8, LIKELY)
+        engine.call(f"{PROBE}:serve_stale", block=hit[-1], stale=stale[-1])
+        poisoned = engine.ask(prompt, 8, LIKELY)
+        assert warm.cached_tokens == poisoned.cached_tokens == aligned
+        assert contradiction(cold, warm) is None
+        assert distance(cold, warm) <= tolerated
+        noticed[group] = distance(cold, poisoned) > tolerated
+    assert all(noticed.values())
+    figure(f"equality_stale_blocks_planted_{case.model}", len(noticed))
+    figure(f"equality_stale_blocks_noticed_{case.model}", sum(noticed.values()))
