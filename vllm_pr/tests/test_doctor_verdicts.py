@@ -41,7 +41,7 @@ def names(evidence: Evidence, severity: str) -> set[str]:
         ("changed", set(), set(), 0),
         ("caching-off", {"caching-off"}, set(), 1),
         ("tiny-pool", {"capacity", "sparse-retention"}, set(), 1),
-        ("template", {"template"}, set(), 1),
+        ("template", {"template", "capacity"}, set(), 1),
     ],
 )
 def test_each_server_has_its_verdict(name, faults, unsure, status):
