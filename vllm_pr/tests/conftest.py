@@ -3,6 +3,7 @@
 
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,6 +25,9 @@ def _use_changed_tree() -> None:
 
 
 _use_changed_tree()
+# A shell that starts this in the background has it ignore SIGINT, which the commands
+# that tests interrupt would inherit.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
