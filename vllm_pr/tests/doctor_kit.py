@@ -51,9 +51,12 @@ class Run:
         return [remedy["run"] for remedy in finding["remedy"]]
 
 
-def start(*words: object, env: dict[str, str] | None = None) -> subprocess.Popen:
-    """Start the doctor without a terminal."""
-    return subprocess.Popen(
+@contextmanager
+def started(
+    *words: object, env: dict[str, str] | None = None
+) -> Iterator[subprocess.Popen]:
+    """The doctor without a terminal; ended at the end, should it still run."""
+    process = subprocess.Popen(
         [*COMMAND, *map(str, words)],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -61,6 +64,11 @@ def start(*words: object, env: dict[str, str] | None = None) -> subprocess.Popen
         text=True,
         env={**os.environ, **(env or {})},
     )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
 
 
 def doctor(
@@ -71,8 +79,8 @@ def doctor(
         json_file.parent.mkdir(parents=True, exist_ok=True)
         json_file.unlink(missing_ok=True)
         words = (*words, "--json", json_file)
-    process = start(*words, env=env)
-    out, err = process.communicate()
+    with started(*words, env=env) as process:
+        out, err = process.communicate()
     written = json_file is not None and json_file.exists()
     content = json.loads(json_file.read_text("utf-8")) if written else {}
     return Run(process.returncode, out, err, content)

@@ -16,7 +16,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
-from doctor_kit import OtherEngine, doctor, one_line, served, start, wait_for
+from doctor_kit import OtherEngine, doctor, one_line, served, started, wait_for
 
 
 def fails(*words: object, env: dict[str, str] | None = None) -> str:
@@ -312,10 +312,10 @@ def test_file_that_is_no_metrics(tmp_path, text, says):
 def test_interrupt_closes_the_connection():
     engine = OtherEngine(reports=True, fail="hang", fail_after=3)
     with served(engine) as place:
-        process = start("--url", f"http://{place}", "--yes")
-        wait_for(lambda: len(engine.asked) == 4)
-        process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=60)
+        with started("--url", f"http://{place}", "--yes") as process:
+            wait_for(lambda: len(engine.asked) == 4)
+            process.send_signal(signal.SIGINT)
+            out, err = process.communicate(timeout=60)
         assert process.returncode == 2, out + err
         assert "interrupted; the connection is closed" in one_line(err)
         assert "short prompt again" in out

@@ -21,7 +21,7 @@ from doctor_kit import (
     flood,
     one_line,
     served,
-    start,
+    started,
     wait_for,
 )
 
@@ -173,10 +173,10 @@ def test_behind_a_proxy_that_hides_metrics(running):
 
 def test_interrupt_leaves_no_request_running(running):
     server = running("stock-default")
-    process = start("--url", server.url, "--yes")
-    wait_for(lambda: metrics(server).total["running"] and metrics(server).usage > 0.2)
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
+    with started("--url", server.url, "--yes") as process:
+        wait_for(lambda: metrics(server).usage > 0.2)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
     assert process.returncode == 2, out + err
     assert "no request left running" in one_line(err)
     assert metrics(server).total["running"] == 0
@@ -194,10 +194,10 @@ def test_another_client(running):
 
 def test_server_that_dies(running):
     server = running("stock-default")
-    process = start("--url", server.url, "--yes")
-    wait_for(lambda: metrics(server).usage > 0.2)
-    os.killpg(server.process.pid, signal.SIGKILL)
-    out, err = process.communicate(timeout=60)
+    with started("--url", server.url, "--yes") as process:
+        wait_for(lambda: metrics(server).usage > 0.2)
+        os.killpg(server.process.pid, signal.SIGKILL)
+        out, err = process.communicate(timeout=60)
     assert process.returncode == 2
     assert "closed the connection" in one_line(err)
     assert "could not measure: " in out and "short prompt again" in out
