@@ -27,7 +27,7 @@ def doctor(
         typer.Option(
             metavar="N",
             min=1,
-            help="Most tokens of other sessions between leaving a session and its return.",
+            help="Most tokens of other sessions between a session and its return.",
         ),
     ] = None,
     time_limit: Annotated[

@@ -164,7 +164,8 @@ class Api:
     def _refused(self, status: int, text: str = "") -> None:
         if status in (401, 403):
             raise DoctorError(
-                f"{self.url} answers {status}: it wants a key, or another one. Put it in "
+                f"{self.url} answers {status}: it wants a key, or another one. Put it "
+                "in "
                 "an environment variable and name that with --api-key-env"
             )
         if status == 404 and text:
@@ -224,7 +225,8 @@ def explain(error: Exception, url: str, during: bool = False) -> str:
     text = " ".join(str(c) for c in causes)
     if any(isinstance(c, ssl.SSLError) for c in causes) or "SSL:" in text:
         return (
-            f"{url}: TLS fails ({_reason(text)}): use http:// for a server without TLS, "
+            f"{url}: TLS fails ({_reason(text)}): use http:// for a server without "
+            "TLS, "
             "or name its certificate authority with --ca-file"
         )
     if isinstance(error, httpx.TimeoutException):

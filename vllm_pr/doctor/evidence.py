@@ -249,8 +249,8 @@ class Evidence:
     def blocks_needed(self, tokens: int, sessions: int) -> float | None:
         """Blocks that certainly hold ``sessions`` sessions of ``tokens`` tokens in all.
 
-        One runs, with windows and a step's tokens; of each other at most half as much is
-        kept beside its tokens, a step being no shorter than a window.
+        One runs, with windows and a step's tokens; of each other at most half as much
+        is kept beside its tokens, a step being no shorter than a window.
         """
         windows = self.window_blocks
         if windows is None:
@@ -260,8 +260,8 @@ class Evidence:
     def fits(self, tokens: int, sessions: int) -> bool | None:
         """Whether sessions certainly fit in the pool side by side; None: not known.
 
-        Without a reported capacity, two fit that are no longer together than the longest
-        request: vLLM does not start with a pool too small for one.
+        Without a reported capacity, two fit that are no longer together than the
+        longest request: vLLM does not start with a pool too small for one.
         """
         if self.server.engine != "vllm":
             return None
@@ -285,7 +285,7 @@ class Evidence:
 
 
 def _uncached_end(reply: Reply) -> int:
-    """Tokens at the end of a prompt sent before that did not hit; the last one never does."""
+    """Tokens at the end of a prompt sent before that did not hit, without the last."""
     whole = reply.shared_tokens == reply.prompt_tokens
     return reply.prompt_tokens - 1 - (reply.cached_tokens or 0) if whole else 0
 

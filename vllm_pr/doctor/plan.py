@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much the doctor sends: decided before the first prompt, from the server's words."""
+"""How much the doctor sends: decided from the server's words before any prompt."""
 
 from vllm_pr.doctor.errors import DoctorError
 from vllm_pr.doctor.evidence import Plan, Server
@@ -109,8 +109,10 @@ def _check(
     if longest < smallest:
         raise DoctorError(
             f"the context of {server.max_model_len} tokens is too short for the probe: "
-            f"hits land every {hit_alignment(server)} tokens and the chat template takes "
-            f"{overhead}, so it needs {smallest} tokens of prompt: raise --max-model-len"
+            f"hits land every {hit_alignment(server)} tokens and the chat template "
+            "takes "
+            f"{overhead}, so it needs {smallest} tokens of prompt: raise "
+            "--max-model-len"
         )
 
 
@@ -136,7 +138,7 @@ def _switch(
 def _long(
     server: Server, session: int, longest: int, fits: int | None, wanted: int | None
 ) -> int:
-    """Tokens of two sessions that may not fit side by side; 0 when all do, or unknown."""
+    """Tokens of two sessions that may not fit side by side; 0 where they surely do."""
     if not fits or server.engine != "vllm":
         return 0
     size = wanted or min(int(LONG * longest), LONGEST_LONG)

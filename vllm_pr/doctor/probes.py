@@ -174,7 +174,7 @@ class Probes:
         return reply, answers[0]
 
     def _count_fresh(self, reply: Reply, sessions: int) -> None:
-        """Count what the pool has to hold in addition; the template's own start is none."""
+        """Count what the pool has to hold in addition, without the template's start."""
         prelude = sessions * (self._overhead + self._unit())
         shared = reply.shared_tokens if reply.shared_tokens > prelude else 0
         fresh = reply.prompt_tokens - shared
@@ -183,7 +183,7 @@ class Probes:
             self._own_sessions += sessions
 
     async def _known_prefix(self, chat: Messages) -> tuple[int, int]:
-        """Tokens of ``chat`` that were sent before, and all its tokens; 0 if unknown."""
+        """Tokens of ``chat`` sent before, and all its tokens; 0 where not known."""
         if not self.evidence.server.tokenizer:
             return 0, 0
         tokens = await self.api.tokenize(chat)
@@ -325,7 +325,7 @@ class Probes:
                 reply.cached_tokens, reply.cached_from = 0, "usage"
 
     async def _short_prompt(self) -> None:
-        """The same short prompt twice; tells what a token is where nothing else does."""
+        """The same short prompt twice; it measures tokens where nothing tells them."""
         plan = self.evidence.plan
         chat = user(await self._text(plan.short_tokens - self._overhead))
         try:
@@ -535,14 +535,15 @@ class Probes:
         return 0
 
     def _affordable(self, tokens: int, until: float | None, what: str | None) -> bool:
-        """Whether a prefill of ``tokens`` ends in time; if not, notes ``what`` as skipped."""
+        """Whether a prefill of ``tokens`` ends in time; else ``what`` was skipped."""
         until = until or self._deadline
         speed = self._tokens_per_second
         if time.monotonic() + (tokens / speed if speed else 0.0) <= until:
             return True
         if what:
             self.evidence.skipped.append(
-                f"{what}: {tokens} tokens at {speed:.0f} tokens/s would have passed the "
+                f"{what}: {tokens} tokens at {speed:.0f} tokens/s would have passed "
+                "the "
                 f"time limit of {self._time_limit:.0f} s (--time-limit)"
             )
         return False

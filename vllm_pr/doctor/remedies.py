@@ -30,7 +30,7 @@ class Remedy:
 def release_of(server: Server) -> Release | None:
     """Facts about the release that runs, or about the newest known one before it.
 
-    None when the server is not vLLM, does not tell, or is older than all that are known.
+    None when the server is not vLLM, does not tell, or is older than all known ones.
     """
     if server.engine != "vllm" or not server.version:
         return None
@@ -38,7 +38,7 @@ def release_of(server: Server) -> Release | None:
 
 
 def by_release(server: Server, fault: str) -> list[Remedy]:
-    """Remedies from the facts file for ``fault``; of the newest release when unknown."""
+    """Remedies from the facts file; those of the newest release when unknown."""
     release = release_of(server) or known_releases()[-1]
     return [Remedy(entry.run, entry.say) for entry in release.remedies(fault)]
 
@@ -66,7 +66,8 @@ def interval_line(server: Server) -> str:
     release = release_of(server)
     if release and release.interval_set_by == "environment":
         return (
-            f"{running}: checkpoints at every hit alignment by default; whether {ENV} is "
+            f"{running}: checkpoints at every hit alignment by default; whether {ENV} "
+            "is "
             "set in the server's environment is not visible here"
         )
     if release and release.interval_set_by == "nothing":
@@ -86,7 +87,8 @@ def facts_line(server: Server) -> str | None:
         return None
     exact = release.version == (server.version or "").split("+")[0]
     return (
-        f"{'' if exact else 'the nearest known release, '}{release.version} as it ships: "
+        f"{'' if exact else 'the nearest known release, '}{release.version} as it "
+        "ships: "
         f"session after a switch {release.session_switch.replace('-', ' ')}, first "
         f"branch {release.first_branch}, resend with EAGLE/MTP {release.eagle_resend}"
     )
@@ -113,7 +115,8 @@ def caching_on() -> list[Remedy]:
     return [
         Remedy(
             "vllm serve MODEL --enable-prefix-caching",
-            "Without --no-enable-prefix-caching; a model for which vLLM switches caching "
+            "Without --no-enable-prefix-caching; a model for which vLLM switches "
+            "caching "
             "off by itself says so in the server's log.",
         )
     ]
@@ -126,7 +129,8 @@ def usage_details(server: Server) -> list[Remedy]:
     return [
         Remedy(
             "vllm serve MODEL --enable-prompt-tokens-details",
-            "Then run the doctor again: cached tokens are exact, whoever else is there.",
+            "Then run the doctor again: cached tokens are exact, whoever else is "
+            "there.",
         )
     ]
 
@@ -214,7 +218,8 @@ def lasting_checkpoints(server: Server) -> list[Remedy]:
     release = release_of(server)
     more = Remedy(
         "vllm serve MODEL --gpu-memory-utilization 0.95",
-        "More KV memory, or fewer bytes per token (--kv-cache-dtype fp8), leaves room for "
+        "More KV memory, or fewer bytes per token (--kv-cache-dtype fp8), leaves room "
+        "for "
         "checkpoints.",
     )
     if release is None or release.interval_set_by == "nothing":

@@ -65,7 +65,7 @@ def examine_saved(evidence: Evidence, snapshot: Snapshot) -> list[Finding]:
 
 
 def preempted_often(evidence: Evidence, snapshot: Snapshot) -> Finding | None:
-    """Preemptions since the server's start; a fault from one in a hundred requests on."""
+    """Preemptions since the start; a fault from one in a hundred requests on."""
     preempted = evidence.traffic.preemptions_before
     finished = int(snapshot.total["finished"])
     if not preempted:
@@ -98,7 +98,8 @@ def retention_suspected(evidence: Evidence) -> Finding | None:
             "session-flush",
             "unsure",
             "Switching sessions may flush the cache",
-            f"With checkpoints everywhere, {unless}other sessions' prefill can turn the "
+            f"With checkpoints everywhere, {unless}other sessions' prefill can turn "
+            "the "
             "free list over at any pool usage, unless this change is applied.",
             remedies.release_lines(server),
             remedies.measure(),
@@ -107,7 +108,8 @@ def retention_suspected(evidence: Evidence) -> Finding | None:
         "sparse-retention",
         "unsure",
         "First branches and second sessions may miss",
-        f"With this interval, {unless}only the end of a prompt and junctions seen before "
+        f"With this interval, {unless}only the end of a prompt and junctions seen "
+        "before "
         "are kept in them.",
         remedies.release_lines(server),
         remedies.measure(),
@@ -124,7 +126,8 @@ def since_start(snapshot: Snapshot) -> Finding:
         "not-measured",
         "unsure",
         "A file shows the configuration and sums, not what a session sees",
-        "A low rate since the start can be a fault or the workload; only requests tell.",
+        "A low rate since the start can be a fault or the workload; only requests "
+        "tell.",
         [f"served from the prefix cache since the start: {rate}"],
         remedies.measure(),
     )

@@ -87,7 +87,7 @@ def resend_works(evidence: Evidence) -> bool:
 
 
 def comparable(switch: Switch) -> bool:
-    """Whether the session was cached before it was left, and the return was measured."""
+    """Whether the session was cached when it was left, and its return measured."""
     was = (switch.cached_before or 0) >= HALF * switch.session_tokens
     return was and switch.cached_after is not None
 
@@ -154,7 +154,8 @@ def _switch_line(switch: Switch) -> str:
         switch.foreign_tokens
     )
     return (
-        f"{switch.session} ({switch.session_tokens} tokens) after {switch.between_tokens} "
+        f"{switch.session} ({switch.session_tokens} tokens) after "
+        f"{switch.between_tokens} "
         f"tokens of other sessions{others}: {switch.cached_after} cached, "
         f"{switch.cached_before} before"
     )
@@ -219,7 +220,8 @@ def short_prompts(evidence: Evidence) -> Finding | None:
         "fault" if asked else "note",
         f"Prompts of up to {unit} tokens cannot hit",
         f"A hit ends at a multiple of {unit} tokens ({where}) and leaves at least one "
-        f"token to compute. A prompt has to be longer than {unit} tokens to hit at all, "
+        f"token to compute. A prompt has to be longer than {unit} tokens to hit at "
+        "all, "
         "and what follows the last multiple is computed again every time.",
         [hit(again), hit(evidence.reply("A again")), _alignment_line(evidence)],
         remedies.share_first(unit),
@@ -289,7 +291,8 @@ def routing(evidence: Evidence) -> Finding | None:
         "routing",
         "fault",
         "Requests of one session go to different engines",
-        f"{evidence.server.engines} engines stand behind this URL, each with a cache of "
+        f"{evidence.server.engines} engines stand behind this URL, each with a cache "
+        "of "
         "its own. A session that lands on another engine starts from nothing there.",
         [f"{r.name}: engine {', '.join(r.engines)}, {hit(r)}" for r in turns],
         remedies.one_engine(),
@@ -373,14 +376,15 @@ def template_suspected(evidence: Evidence) -> Finding | None:
         "template",
         "unsure",
         "A growing conversation misses",
-        "A resend hits, but the next turn of a conversation does not. The chat template "
+        "A resend hits, but the next turn of a conversation does not. The chat "
+        "template "
         "may not be prefix-stable; without /tokenize the doctor cannot see it.",
         [hit(turn), f"{want} tokens were to be expected"],
     )
 
 
 def session_flush(evidence: Evidence) -> Finding | None:
-    """Other sessions flush A although all of it fits: the fault that this change cures."""
+    """Other sessions flush A although all fits: the fault that this change cures."""
     losses = flushed(evidence)
     if not losses:
         return None
@@ -399,8 +403,10 @@ def session_flush(evidence: Evidence) -> Finding | None:
         "session-flush",
         "fault",
         "Switching sessions flushes the cache although the pool has room",
-        "A prefill of a sliding-window model takes and gives back far more blocks than it "
-        "keeps. Those that come back carry hashes and push the other session's blocks to "
+        "A prefill of a sliding-window model takes and gives back far more blocks than "
+        "it "
+        "keeps. Those that come back carry hashes and push the other session's blocks "
+        "to "
         "the head of the free list, where they are overwritten: at any pool usage.",
         lines,
         remedies.keep_sessions(evidence.server),
@@ -415,8 +421,10 @@ def _room_line(evidence: Evidence, switch: Switch) -> str:
         return f"together {tokens} tokens; {_pool(evidence)}"
     kept = -(-tokens // server.block_size)
     return (
-        f"together {tokens} tokens: {kept} blocks of {server.block_size} tokens are kept, "
-        f"and a running request takes up to {windows:.0f} more for windows; {_pool(evidence)}"
+        f"together {tokens} tokens: {kept} blocks of {server.block_size} tokens are "
+        "kept, "
+        f"and a running request takes up to {windows:.0f} more for windows; "
+        f"{_pool(evidence)}"
     )
 
 
@@ -437,7 +445,8 @@ def capacity(evidence: Evidence) -> Finding | None:
         "capacity",
         "fault" if sure else "unsure",
         "The pool is too small for these sessions side by side",
-        f"{1 + switch.between_sessions} sessions of {own} tokens together came one after "
+        f"{1 + switch.between_sessions} sessions of {own} tokens together came one "
+        "after "
         "the other, and the first was gone when it came back. Two sessions of up to "
         f"{room // 2 if room else 'an unknown number of'} tokens fit."
         + ("" if sure else " Or it is the session switch: that was not told apart."),
@@ -499,7 +508,8 @@ def not_provoked(evidence: Evidence) -> Finding | None:
     if need:
         lines.append(
             f"a pool of {server.capacity_tokens or 'this many'} tokens turns its free "
-            f"list over within {need} tokens at the latest; {kept} is {kept / need:.0%} "
+            f"list over within {need} tokens at the latest; {kept} is "
+            f"{kept / need:.0%} "
             "of that"
         )
     return Finding(
@@ -608,11 +618,13 @@ def other_traffic(evidence: Evidence) -> Finding | None:
         "other-traffic",
         "note" if exact else "unsure",
         "Another client is using the server: figures are unsure",
-        "Times, pool usage and preemptions include its requests, and what it sends also "
+        "Times, pool usage and preemptions include its requests, and what it sends "
+        "also "
         "takes room in the cache."
         + (" Cached tokens are exact: the server tells them per request." * exact),
         [
-            f"{traffic.requests} requests and {traffic.tokens} tokens of others; at most "
+            f"{traffic.requests} requests and {traffic.tokens} tokens of others; at "
+            "most "
             f"{traffic.running} at once"
         ],
         remedies.again(),
@@ -744,7 +756,8 @@ def _healthy(evidence: Evidence) -> Finding:
         "healthy",
         "note",
         "Healthy",
-        "A resend, a return after other sessions, a first branch, a second session and a "
+        "A resend, a return after other sessions, a first branch, a second session and "
+        "a "
         "growing conversation all find what can be found.",
         [_switch_line(s) for s in evidence.switches[-1:]],
     )

@@ -200,7 +200,7 @@ def test_server_that_fails(fail, says, after, tmp_path):
     assert len(engine.asked) == after + 1
 
 
-# -- another engine ----------------------------------------------------------------------
+# -- another engine --------------------------------------------------------------------
 
 
 def test_other_engine_that_tells_cached_tokens(tmp_path):
@@ -239,7 +239,7 @@ def test_prompts_are_new_on_every_run():
     assert {p[:start] for p in first}.isdisjoint(p[:start] for p in second)
 
 
-# -- a saved file ------------------------------------------------------------------------
+# -- a saved file ----------------------------------------------------------------------
 
 CONFIG = (
     'vllm:cache_config_info{{block_size="256",enable_prefix_caching="{caching}",'
@@ -306,7 +306,7 @@ def test_file_that_is_no_metrics(tmp_path, text, says):
     assert "cannot read" in one_line(missing.err)
 
 
-# -- Ctrl-C ------------------------------------------------------------------------------
+# -- Ctrl-C ----------------------------------------------------------------------------
 
 
 def test_interrupt_closes_the_connection():

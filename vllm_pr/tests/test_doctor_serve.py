@@ -157,7 +157,7 @@ def test_short_sessions_are_below_the_alignment(running):
 
 
 def test_behind_a_proxy_that_hides_metrics(running):
-    """Usage still tells cached tokens: a missing branch shows, a good switch does not."""
+    """Usage tells cached tokens: a lost branch shows, a good switch is no proof."""
     url = running("stock-default").url
     with served(Proxy(url, "/metrics", "/tokenize")) as place:
         run = doctor(

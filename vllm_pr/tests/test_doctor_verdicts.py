@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """From recorded evidence to verdicts.
 
-``doctor_evidence`` holds evidence of real servers, as ``test_doctor_serve.py`` leaves it
-under ``build/doctor``. Where a test needs what no server here can show (several engines,
-EAGLE), it changes single figures of a recording and says which.
+``doctor_evidence`` holds evidence of real servers, as ``test_doctor_serve.py`` leaves
+it under ``build/doctor``. Where a test needs what no server here can show (several
+engines, EAGLE), it changes single figures of a recording and says which.
 """
 
 import copy
@@ -57,7 +57,7 @@ def test_evidence_survives_json():
         assert from_json(to_json(evidence)) == evidence
 
 
-# -- the session switch ------------------------------------------------------------------
+# -- the session switch ----------------------------------------------------------------
 
 
 def test_flush_names_the_smallest_proof():
@@ -115,7 +115,7 @@ def test_nothing_is_lost_without_a_figure():
     assert verdicts.capacity(evidence) is None
 
 
-# -- resend, routing, restart ------------------------------------------------------------
+# -- resend, routing, restart ----------------------------------------------------------
 
 
 def without_resend(name: str) -> Evidence:
@@ -183,7 +183,7 @@ def test_restart_in_the_middle():
     assert names(evidence, "unsure") == {"restarted"}
 
 
-# -- retention, template, short prompts --------------------------------------------------
+# -- retention, template, short prompts ------------------------------------------------
 
 
 def test_sparse_retention_is_sure_when_the_second_branch_hits():
@@ -237,7 +237,7 @@ def test_template_is_suspected_without_a_tokenizer():
 
 
 def test_short_prompts_are_a_fault_only_for_who_sends_them():
-    """A short prompt of 27 tokens, as with a template of 15: below the alignment of 32."""
+    """A short prompt of 27 tokens, below the alignment of 32."""
     evidence = recorded("changed")
     for name in ("short prompt", "short prompt again"):
         reply = evidence.reply(name)
@@ -249,7 +249,7 @@ def test_short_prompts_are_a_fault_only_for_who_sends_them():
     assert "32 tokens" in verdicts.short_prompts(evidence).text
 
 
-# -- no proof of health --------------------------------------------------------------------
+# -- no proof of health ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", verdicts.MUST_HIT)
@@ -275,7 +275,7 @@ def test_a_probe_left_out_for_time_is_no_proof():
     assert names(evidence, "unsure") == {"incomplete"}
 
 
-# -- sizes ---------------------------------------------------------------------------------
+# -- sizes -----------------------------------------------------------------------------
 
 
 def serving(**kwargs) -> Server:
@@ -358,7 +358,7 @@ def test_plan_never_exceeds_the_context(context, tokenizer, capacity):
     assert sum(rounds(plan)) < plan.bound_tokens
 
 
-# -- metrics, releases -----------------------------------------------------------------------
+# -- metrics, releases -----------------------------------------------------------------
 
 METRICS = """
 process_start_time_seconds 1796044262.5
