@@ -11,6 +11,8 @@ import zlib
 SEED = 20
 LOGIT_SPREAD = 4.0
 SPECIAL_TOKENS = 8
+# Which experts a token goes to must not turn on rounding, so the biases decide.
+ROUTING_BIAS = 100.0
 # Norms of what attention compares: a weight above 1 makes it choose instead of average,
 # so that one early token still counts after thousands.
 SHARP = ("q_norm.weight", "k_norm.weight", "kv_norm.weight", "compressor.norm.weight")
@@ -29,7 +31,9 @@ def _fill(module, name: str, tensor) -> None:
         return
     generator = torch.Generator().manual_seed(SEED ^ zlib.crc32(name.encode()))
     tensor.copy_(torch.randn(tensor.shape, generator=generator))
-    if "embed_tokens" not in name:
+    if name.endswith("e_score_correction_bias"):
+        tensor.mul_(ROUTING_BIAS)
+    elif "embed_tokens" not in name:
         tensor.mul_(tensor.shape[-1] ** -0.5)
     if "lm_head" in name:
         tensor.mul_(LOGIT_SPREAD)
