@@ -35,15 +35,23 @@ def hit_blocks(worker: Worker, prompt: list[int]) -> list[list[int]]:
     return hit
 
 
-def serve_stale(worker: Worker, block: int, stale: int) -> None:
-    """Let the hash of a cached block find another cached block instead.
+def swap_blocks(worker: Worker, one: int, other: int) -> None:
+    """Exchange the hashes of two cached blocks: each is served for the other.
+
+    The same call again undoes it; no block changes its place in the free queue.
 
     Args:
         worker: The engine's process.
-        block: ID of the block whose hash is taken.
-        stale: ID of the block that is served for it from now on; its own hash is
-            forgotten.
+        one: ID of a block with a hash.
+        other: ID of another one, of the same group.
     """
     pool = worker.core.scheduler.kv_cache_manager.block_pool
-    pool.evict_blocks({stale})
-    pool.move_block_hashes(pool.blocks[block], pool.blocks[stale])
+    table = pool.cached_block_hash_to_block
+    blocks = pool.blocks[one], pool.blocks[other]
+    hashes = [(block.block_hash, block.block_hash_num_tokens) for block in blocks]
+    for block in blocks:
+        table.pop(block.block_hash, block.block_id)
+        block.reset_hash()
+    for block, (block_hash, tokens) in zip(reversed(blocks), hashes, strict=True):
+        block.set_block_hash(block_hash, num_tokens=tokens)
+        table.insert(block_hash, block)
