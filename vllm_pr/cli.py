@@ -3,6 +3,7 @@
 
 import typer
 
+from vllm_pr.bench.command import bench
 from vllm_pr.demo import demo
 from vllm_pr.doctor.cli import doctor
 from vllm_pr.lint_upstream import lint_upstream
@@ -14,6 +15,7 @@ from vllm_pr.upstream.command import upstream
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode="markdown")
 patching.register(app)
+app.command()(bench)
 app.command()(demo)
 app.command()(prove)
 app.command()(doctor)

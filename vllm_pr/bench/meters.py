@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the prefix cache costs: CPU time, KV events and memory.
+"""What a worker measures: hits, CPU time, KV events and memory.
 
 Everything here runs in a worker, on the vLLM that is first on its path. Times are CPU
 times of the process, with the heap frozen and the garbage collector on, as in the
@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
+from statistics import median
 from time import process_time_ns
 from types import ModuleType
 from typing import Any
@@ -22,7 +23,8 @@ from typing import Any
 from vllm.utils.gc_utils import freeze_gc_heap
 from vllm.v1.core.block_pool import BlockPool
 from vllm_pr.bench.replay import Replay
-from vllm_pr.bench.workloads import WORKLOADS
+from vllm_pr.bench.trace import read_trace
+from vllm_pr.bench.workloads import WORKLOADS, returning_sessions
 from vllm_pr.scenarios import GEOMETRIES, Text
 
 SHA256_BYTES = 32
@@ -41,6 +43,19 @@ def queue_benchmark() -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def measure_hits(
+    workload: str,
+    groups: str,
+    blocks: int,
+    interval: int | None,
+    trace: str = "",
+    requests: int = 0,
+) -> float:
+    """Hit rate of a workload, or of the first ``requests`` requests of a trace."""
+    asks = read_trace(Path(trace), requests) if trace else WORKLOADS[workload].asks()
+    return Replay(GEOMETRIES[groups], blocks, interval).hit_rate(asks)
 
 
 def measure_queue(blocks: int, batch: int, rounds: int, sample: int) -> list[dict]:
@@ -89,10 +104,10 @@ def engine_heap() -> Iterator[None]:
 
 
 def _timed_replay(
-    geometry: str, blocks: int, interval: int | None, caching: bool
+    groups: str, blocks: int, interval: int | None, caching: bool
 ) -> tuple[Replay, Stopwatch]:
     replay = Replay(
-        GEOMETRIES[geometry],
+        GEOMETRIES[groups],
         blocks,
         interval,
         hash_bytes=SHA256_BYTES,
@@ -106,7 +121,7 @@ def _timed_replay(
 
 def measure_workload(
     workload: str,
-    geometry: str,
+    groups: str,
     blocks: int,
     interval: int | None,
     caching: bool,
@@ -114,7 +129,7 @@ def measure_workload(
 ) -> Iterator[int]:
     """CPU time in ns that each ``every`` requests of a workload take in the manager."""
     asks = WORKLOADS[workload].asks()
-    replay, stopwatch = _timed_replay(geometry, blocks, interval, caching)
+    replay, stopwatch = _timed_replay(groups, blocks, interval, caching)
     with engine_heap():
         for first in range(0, len(asks), every):
             for ask in asks[first : first + every]:
@@ -123,13 +138,13 @@ def measure_workload(
 
 
 def measure_prefill(
-    geometry: str, blocks: int, interval: int | None, caching: bool
+    groups: str, blocks: int, interval: int | None, caching: bool
 ) -> Iterator[int]:
     """CPU time in ns of scheduler steps of 8,192 prompt tokens.
 
     Prompts of twelve steps follow each other, on a pool that has turned over.
     """
-    replay, stopwatch = _timed_replay(geometry, blocks, interval, caching)
+    replay, stopwatch = _timed_replay(groups, blocks, interval, caching)
     with engine_heap():
         for prompt in itertools.count():
             text = Text(f"prompt {prompt}", 12 * CHUNK_TOKENS)
@@ -140,10 +155,10 @@ def measure_prefill(
 
 
 def measure_decode(
-    geometry: str, blocks: int, interval: int | None, caching: bool, requests: int = 256
+    groups: str, blocks: int, interval: int | None, caching: bool, requests: int = 256
 ) -> Iterator[int]:
-    """CPU time in ns of steps in which each of ``requests`` requests decodes a token."""
-    replay, stopwatch = _timed_replay(geometry, blocks, interval, caching)
+    """CPU time in ns of steps in which each of ``requests`` requests gets a token."""
+    replay, stopwatch = _timed_replay(groups, blocks, interval, caching)
     running = []
     with engine_heap():
         for i in range(requests):
@@ -166,11 +181,46 @@ def _serve(replay: Replay, prompt: Text, output: int = 1) -> Iterator[int]:
     return driver.steps(request, [0] * output)
 
 
+def measure_scale(
+    groups: str, blocks: int, sessions: int, tokens: int, returns: int, parts: int = 10
+) -> dict[str, Any]:
+    """Serve long or many sessions with dense checkpoints.
+
+    Returns:
+        ``hit_rate`` of the returns, ``peak_blocks``, and ``us_per_step``: median CPU
+        time of a full prefill step in each of ``parts`` equal parts of the first
+        visits.
+    """
+    first, returned = [], []
+    replay, stopwatch = _timed_replay(groups, blocks, None, caching=True)
+    times: list[int] = []
+
+    def on_step(scheduled: int) -> None:
+        step = stopwatch.take()
+        if scheduled == CHUNK_TOKENS and len(first) < sessions:
+            times.append(step)
+
+    with engine_heap():
+        for ask in returning_sessions(sessions, tokens, returns):
+            visits = first if len(first) < sessions else returned
+            visits.append(replay.serve(ask, on_step))
+    size = len(times) // parts
+    return {
+        "hit_rate": sum(one.cached_tokens for one in returned)
+        / sum(one.prompt_tokens for one in returned),
+        "peak_blocks": max(one.peak_blocks for one in first + returned),
+        "us_per_step": [
+            median(times[part * size : (part + 1) * size]) / 1000
+            for part in range(parts)
+        ],
+    }
+
+
 def measure_events(
-    workload: str, geometry: str, blocks: int, interval: int | None
+    workload: str, groups: str, blocks: int, interval: int | None
 ) -> dict[str, float]:
     """KV events per 1,000 prompt tokens: events, and hashes that they name."""
-    replay = Replay(GEOMETRIES[geometry], blocks, interval, enable_kv_cache_events=True)
+    replay = Replay(GEOMETRIES[groups], blocks, interval, enable_kv_cache_events=True)
     counts: defaultdict[str, int] = defaultdict(int)
     tokens = 0
     for ask in WORKLOADS[workload].asks():

@@ -2,7 +2,7 @@
 """Serve a workload on a real ``KVCacheManager`` and count prefix-cache hits."""
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from vllm_pr.bench.hashing import PieceHasher
 from vllm_pr.driver import DEFAULT, Driver, Served, block_sizes
@@ -33,8 +33,14 @@ class Replay:
         self.driver.block_hasher = self.hasher
         self._ids = (f"ask-{i}" for i in itertools.count())
 
-    def serve(self, ask: Ask) -> Served:
+    def serve(
+        self, ask: Ask, on_step: Callable[[int], object] = lambda tokens: None
+    ) -> Served:
         """Serve one request to its end, alone.
+
+        Args:
+            ask: the request.
+            on_step: called after each scheduler step with the tokens it scheduled.
 
         Raises:
             OutOfBlocks: if the pool cannot hold it.
@@ -44,7 +50,9 @@ class Replay:
         try:
             request = self.driver.request([0] * ask.prompt_tokens, request_id)
             served = Served(request.num_prompt_tokens, 0)
-            for _ in self.driver.steps(request, [0] * ask.output.tokens, served):
+            output = [0] * ask.output.tokens
+            for tokens in self.driver.steps(request, output, served):
+                on_step(tokens)
                 served.steps += 1
                 served.peak_blocks = max(served.peak_blocks, self.driver.used_blocks)
             return served

@@ -93,7 +93,7 @@ def _row(path: Path, number: int, line: str) -> dict[str, Any]:
         ) from error
     if length < 1 or len(blocks) != -(-length // BLOCK_TOKENS):
         raise TraceError(
-            f"{path}, line {number}: {len(blocks)} hash_ids for {length} prompt tokens, "
-            f"wanted one per {BLOCK_TOKENS}"
+            f"{path}, line {number}: {len(blocks)} hash_ids for {length} prompt "
+            f"tokens, wanted one per {BLOCK_TOKENS}"
         )
     return row

@@ -156,6 +156,14 @@ def documents() -> list[Ask]:
     return asks
 
 
+def returning_sessions(sessions: int, tokens: int, returns: int) -> list[Ask]:
+    """Every session comes once, then ``returns`` times one comes back at random."""
+    rng = random.Random(SEED + 5)
+    chats = [Chat(f"long {i}", Text(f"long {i}", tokens)) for i in range(sessions)]
+    visits = chats + rng.choices(chats, k=returns)
+    return [chat.ask(200, 50) for chat in visits]
+
+
 _DEEPSEEK, _GEMMA = "deepseek-v4-flash", "gemma"
 WORKLOADS = {
     workload.name: workload
