@@ -8,6 +8,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from vllm_pr.cli import app
@@ -38,6 +39,14 @@ def broken():
     yield
     raise RuntimeError("in the teardown")
 def test_teardown_fails(broken): pass
+"""
+OUTCOMES = """
+import pytest
+
+@pytest.mark.parametrize("number", range(3))
+def test_ends(number):
+    if number == 2: pytest.skip("not here")
+    assert number or "stock" in __file__
 """
 NEEDS_A_PACKAGE = "import no_such_package_anywhere\n"
 FLAKY = """
@@ -200,10 +209,30 @@ def test_bad_input_is_one_line(words, says):
     assert says in done.stderr and done.stderr.count("\n") == 1
 
 
+def test_files_at_a_time_change_no_outcome(make_side):
+    texts = {f"f{number}": OUTCOMES for number in range(5)}
+    sides = tuple(make_side(name, **texts) for name in sources.SIDES)
+    files = [f"tests/test_{name}.py" for name in texts]
+    console = Console(quiet=True)
+    one, many = (command.run_all(sides, files, console, jobs) for jobs in (1, 3))
+    assert one == many
+    assert {len(outcomes) for outcomes in many.values()} == {15}
+
+
+def test_a_side_that_does_not_start_ends_all_workers(make_side):
+    sides = [make_side(name, **dict.fromkeys("abcd", FLAKY)) for name in sources.SIDES]
+    (sides[1].root / "pytest.py").write_text("raise RuntimeError('on purpose')\n")
+    files = [f"tests/test_{name}.py" for name in "abcd"]
+    with pytest.raises(RuntimeError, match="nothing starts on changed"):
+        command.run_all(tuple(sides), files, Console(quiet=True), 2)
+
+
 def test_two_runs_of_a_release_do_not_mix(tmp_path, monkeypatch):
-    with sources._locked(tmp_path / "0.0"):
-        with pytest.raises(ValueError, match="tests of 0.0 are running"):
-            sources._locked(tmp_path / "0.0").__enter__()
+    with (
+        sources._locked(tmp_path / "0.0"),
+        pytest.raises(ValueError, match="tests of 0.0 are running"),
+    ):
+        sources._locked(tmp_path / "0.0").__enter__()
     with sources._locked(tmp_path / "0.0"):
         pass
 

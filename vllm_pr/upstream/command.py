@@ -2,10 +2,13 @@
 """``vllm-pr upstream``."""
 
 import json
+import os
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import asdict
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Annotated, NoReturn
 
 import typer
@@ -38,6 +41,9 @@ def upstream(
         str | None,
         typer.Option(metavar="PATTERN", help="Test files whose path has this in it."),
     ] = None,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, help="Files at a time (default: one a core).")
+    ] = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write results here.")
     ] = None,
@@ -61,7 +67,7 @@ def upstream(
         except (PatchError, ValueError, OSError) as error:
             _quit(console, error, 2)
         try:
-            outcomes = run_all(sides, files, console)
+            outcomes = run_all(sides, files, console, jobs or _cores())
             comparison = compare(*outcomes.values())
             settle(comparison, sides, outcomes, console)
         except RuntimeError as error:
@@ -78,9 +84,16 @@ def _quit(console: Console, error: Exception, code: int) -> NoReturn:
     raise typer.Exit(code) from None
 
 
-def run_all(sides: tuple[Side, ...], files: list[str], console: Console) -> Outcomes:
-    """Run every file on both sides, one after the other."""
+def _cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def run_all(
+    sides: tuple[Side, ...], files: list[str], console: Console, jobs: int = 1
+) -> Outcomes:
+    """Run every file on both sides, one after the other; ``jobs`` files at a time."""
     outcomes: Outcomes = {side.name: {} for side in sides}
+    teams: SimpleQueue[list[Runner]] = SimpleQueue()
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -88,14 +101,27 @@ def run_all(sides: tuple[Side, ...], files: list[str], console: Console) -> Outc
         TimeElapsedColumn(),
     )
     with ExitStack() as stack:
-        runners = [stack.enter_context(closing(Runner(side))) for side in sides]
         progress = stack.enter_context(Progress(*columns, console=console))
         task = progress.add_task("", total=len(files) * len(sides))
-        for file in files:
-            for side, runner in zip(sides, runners, strict=True):
-                progress.update(task, description=f"{side.name:7} {Path(file).name}")
-                outcomes[side.name] |= runner.run(file)
-                progress.advance(task)
+
+        def work(file: str) -> None:
+            team = teams.get()
+            try:
+                for side, runner in zip(sides, team, strict=True):
+                    about = f"{side.name:7} {Path(file).name}"
+                    progress.update(task, description=about)
+                    outcomes[side.name].update(runner.run(file))
+                    progress.advance(task)
+            finally:
+                teams.put(team)
+
+        pool = stack.enter_context(ThreadPoolExecutor(jobs))
+        for number in range(jobs):
+            runners = (closing(Runner(side, number)) for side in sides)
+            teams.put([stack.enter_context(runner) for runner in runners])
+        # Large files first, so that none is left for one worker alone at the end.
+        files = sorted(files, key=lambda file: -(sides[0].root / file).stat().st_size)
+        list(pool.map(work, files))
     return outcomes
 
 

@@ -19,7 +19,8 @@ _REASONS = (
         "needs network",
         r"LocalEntryNotFound|OfflineMode|HF_HUB_OFFLINE|outgoing traffic"
         r"|ConnectionError|NameResolution|Max retries|not a valid model identifier"
-        r"|Cannot find any model weights|does not appear to have a file named|couldn't connect|No such file.*models--",
+        r"|Cannot find any model weights|does not appear to have a file named"
+        r"|couldn't connect|No such file.*models--",
     ),
     (
         "needs GPU",
@@ -51,7 +52,7 @@ class Rerun:
 
 @dataclass
 class Comparison:
-    """Test ids by what became of them; see issue 3.
+    """Test ids by what became of them.
 
     Attributes:
         passed_both: Passed on both sides.

@@ -46,11 +46,12 @@ class Runner:
 
     Args:
         side: Where to run them.
+        number: Tells this one apart from others of the same side.
     """
 
-    def __init__(self, side: Side) -> None:
+    def __init__(self, side: Side, number: int = 0) -> None:
         self._side = side
-        self._log = side.logs / "forks.log"
+        self._log = side.logs / f"forks-{number}.log"
         self._log.parent.mkdir(parents=True, exist_ok=True)
         self._forks: subprocess.Popen | None = None
 
