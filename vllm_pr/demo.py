@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``vllm-pr demo``: the fault and the cure on a real engine (issue 2).
+"""``vllm-pr demo``: the fault and the cure on a real engine.
 
 Three scenarios, each from an empty prefix cache, on stock with dense checkpoints, on
 stock as it ships, and on changed as it ships. Every request is a chat, through the

@@ -117,7 +117,7 @@ class Results:
 
 
 def shortfalls(results: Results) -> list[str]:
-    """Where changed is below stock, or below what issue 4 asks for; one line each."""
+    """Where changed is below stock, or below what the change is for; one line each."""
     return [
         f"{r.release}{' EAGLE' if r.eagle else ''}, {r.scenario}, {r.request}: "
         f"changed serves {r.cached_tokens:,} tokens, {why}"

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an engine process is started with: engine arguments and environment.
 
-A *variant* is a setting of vLLM under test (issue 2): stock with dense checkpoints,
+A *variant* is a setting of vLLM under test: stock with dense checkpoints,
 stock as it ships, the changed tree, and the two that the doctor must recognise.
 """
 

@@ -64,7 +64,7 @@ def test_nothing_to_find_fault_with(measured):
 
 
 def test_stock_passed_off_as_changed_is_found():
-    """Neither column of stock is what issue 4 asks for."""
+    """Neither column of stock does what the change is for."""
     for interval, faulty in (
         ("none", {"round_robin"}),
         ("default", {"edit_end", "branch"}),

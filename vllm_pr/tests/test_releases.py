@@ -33,7 +33,7 @@ FAULTS = ("session_switch", "first_branch", "eagle_resend")
 # --- facts
 
 
-def test_the_releases_that_issue_4_names_have_the_change():
+def test_the_releases_that_have_the_change():
     versions = list(CHANGED)
     assert versions == [
         *("0.23.0", "0.24.0", "0.25.0", "0.25.1", "0.26.0", "0.27.0", "0.27.1"),
