@@ -52,10 +52,8 @@ def run(argv, env=None):
 
 def must(argv, what, env=None):
     if not run(argv, env):
-        fail(
-            "%s failed; see %s, then run make again"
-            % (what, os.path.relpath(LOG, ROOT))
-        )
+        log = os.path.relpath(LOG, ROOT)
+        fail(f"{what} failed; see {log}, then run make again")
 
 
 def pins():
@@ -74,7 +72,7 @@ def install_torch(python, torch):
     pip = [python, "-m", "pip", "install", "--no-deps"]
     if run(pip + [torch]):
         return
-    say("pip finds no %s here: taking it from PyTorch's CPU index (by uv)" % torch)
+    say(f"pip finds no {torch} here: taking it from PyTorch's CPU index (by uv)")
     must(pip + ["uv==0.13.9"], "installing uv")
     uv = [python, "-m", "uv", "pip", "install", "--python", python]
     must(uv + ["--torch-backend", "cpu", "--no-deps", torch], "installing torch")
@@ -105,9 +103,9 @@ def build(stamp):
             shutil.rmtree(VENV)
         must([sys.executable, "-m", "venv", VENV], "creating .venv")
     torch, others = pins()
-    say("1/3 %s" % torch)
+    say(f"1/3 {torch}")
     install_torch(python, torch)
-    say("2/3 vLLM and %d other packages" % (len(others) - 1))
+    say(f"2/3 vLLM and {len(others) - 1} other packages")
     rest = os.path.join(ROOT, "build", "requirements-rest.txt")
     with open(rest, "w", encoding="utf-8") as file:
         file.write("\n".join(others) + "\n")
@@ -122,14 +120,15 @@ def build(stamp):
     must(pip + editable, "installing vllm-pr")
     with open(STAMP, "w", encoding="utf-8") as file:
         file.write(stamp)
-    say("done in %d s" % (time.time() - started))
+    say(f"done in {time.time() - started:.0f} s")
 
 
 def main():
     if sys.version_info[:2] != WANTED:
+        found = ".".join(map(str, sys.version_info[:2]))
         fail(
-            "this is Python %d.%d, the project needs Python 3.11: install it, or name "
-            "it with make PYTHON=/path/to/python3.11" % sys.version_info[:2]
+            f"this is Python {found}, the project needs Python 3.11: install it, or "
+            "name it with make PYTHON=/path/to/python3.11"
         )
     stamp = fingerprint()
     try:
