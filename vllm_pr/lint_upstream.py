@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``vllm-pr lint-upstream``: upstream's own checks on the changed source tree."""
+"""``vllm-pr lint-upstream``: upstream's own checks on the changed source tree.
 
 Versions and hooks come from the ``.pre-commit-config.yaml`` of the source tree; the
 tools are installed from PyPI (markdownlint from npm) into a build folder.
