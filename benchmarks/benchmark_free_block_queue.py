@@ -4,6 +4,7 @@
 
 Both queues take turns on the same operations in one run. Times are CPU nanoseconds
 per block, medians over the rounds; the ratio is the median of the rounds' ratios.
+In a vLLM that has no segmented queue, the other one is measured alone.
 """
 
 import gc
@@ -15,13 +16,18 @@ from time import process_time_ns
 
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.utils.gc_utils import freeze_gc_heap
-from vllm.v1.core.free_block_queue import (
-    NUM_PROBATIONARY_LEVELS,
-    SegmentedFreeBlockQueue,
-)
 from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue, KVCacheBlock
 
-QUEUES = (FreeKVCacheBlockQueue, SegmentedFreeBlockQueue)
+QUEUES: dict[str, type[FreeKVCacheBlockQueue]] = {"stock": FreeKVCacheBlockQueue}
+try:
+    from vllm.v1.core.free_block_queue import (
+        NUM_PROBATIONARY_LEVELS,
+        SegmentedFreeBlockQueue,
+    )
+
+    QUEUES["changed"] = SegmentedFreeBlockQueue
+except ModuleNotFoundError:
+    NUM_PROBATIONARY_LEVELS = 0
 
 
 class Bench:
@@ -31,6 +37,7 @@ class Bench:
         self.rng = random.Random(num_blocks)
         self.blocks = [KVCacheBlock(i) for i in range(num_blocks)]
         self.queue = queue_class(self.blocks)
+        self.segmented = hasattr(self.queue, "mark_probationary")
         blocks = self.queue.popleft_n(num_blocks)
         self.rng.shuffle(blocks)
         self.queue.append_n(blocks)
@@ -62,58 +69,52 @@ class Bench:
         yield "remove", process_time_ns() - start
         queue.append_n(removed)
 
+        if not self.segmented:
+            return
         taken = [queue.popleft_n(batch) for _ in range(calls)]
-        self._mark(taken)
+        levels = [1 + i % NUM_PROBATIONARY_LEVELS for i in range(batch)]
+        for blocks in taken:
+            queue.mark_probationary(blocks, levels)
         start = process_time_ns()
         for blocks in taken:
             queue.append_n(blocks)
         yield "append_n, probationary", process_time_ns() - start
-        self._unmark(taken)
-
-    def _mark(self, taken: list[list[KVCacheBlock]]) -> None:
-        if isinstance(self.queue, SegmentedFreeBlockQueue):
-            for blocks in taken:
-                levels = self.rng.choices(
-                    range(1, NUM_PROBATIONARY_LEVELS + 1), k=len(blocks)
-                )
-                self.queue.mark_probationary(blocks, levels)
-
-    def _unmark(self, taken: list[list[KVCacheBlock]]) -> None:
-        if isinstance(self.queue, SegmentedFreeBlockQueue):
-            for blocks in taken:
-                for block in blocks:
-                    self.queue.remove(block)
-                    self.queue.promote(block)
-                self.queue.append_n(blocks)
+        for blocks in taken:
+            for block in blocks:
+                queue.remove(block)
+                queue.promote(block)
+            queue.append_n(blocks)
 
 
 def measure(num_blocks: int, batch: int, rounds: int, sample: int) -> list[dict]:
     """Rows of one pool size and batch size."""
     gc.collect()
-    benches = [Bench(queue_class, num_blocks) for queue_class in QUEUES]
+    benches = {name: Bench(queue, num_blocks) for name, queue in QUEUES.items()}
     freeze_gc_heap()  # As the engine does.
     calls = max(1, min(sample, num_blocks // 2) // batch)
-    times: dict[str, tuple[list[int], list[int]]] = {}
+    times: dict[str, dict[str, list[int]]] = {}
     for round_id in range(rounds + 1):
-        for side in (0, 1) if round_id % 2 else (1, 0):
-            for operation, ns in benches[side].round(batch, calls):
+        for name in list(benches)[:: 1 if round_id % 2 else -1]:
+            for operation, ns in benches[name].round(batch, calls):
                 if round_id:  # The first one warms up.
-                    times.setdefault(operation, ([], []))[side].append(ns)
+                    sides = times.setdefault(operation, {})
+                    sides.setdefault(name, []).append(ns)
     gc.unfreeze()
-    return [
-        {
-            "operation": operation,
-            "blocks": num_blocks,
-            "batch": batch,
-            "stock_ns": median(stock) / (batch * calls),
-            "changed_ns": median(changed) / (batch * calls),
-            "ratio": median(c / s for s, c in zip(stock, changed)),
-        }
-        for operation, (stock, changed) in times.items()
-    ]
+    # What only one queue does is compared with what the other does instead.
+    stock = {op: sides["stock"] for op, sides in times.items() if "stock" in sides}
+    rows = []
+    for operation, sides in times.items():
+        row = {"blocks": num_blocks, "batch": batch}
+        sides = {"stock": stock[operation.split(",")[0]], **sides}
+        for name, ns in sides.items():
+            row[f"{name}_ns"] = median(ns) / (batch * calls)
+        if "changed" in sides:
+            row["ratio"] = median(c / s for s, c in zip(*sides.values()))
+        rows.append({**row, "operation": operation})
+    return rows
 
 
-def main(args) -> None:
+def main(args):
     rows = [
         row
         for num_blocks in args.num_gpu_blocks
@@ -123,14 +124,10 @@ def main(args) -> None:
     if args.json:
         print(json.dumps(rows, indent=1))
         return
-    print(
-        f"{'operation':24}{'blocks':>10}{'batch':>7}{'stock':>9}{'changed':>9}  ratio"
-    )
+    print("".join(f"{name:>12}" for name in rows[0]))
     for row in rows:
-        print(
-            f"{row['operation']:24}{row['blocks']:10,}{row['batch']:7,}"
-            f"{row['stock_ns']:6.0f} ns{row['changed_ns']:6.0f} ns{row['ratio']:7.2f}"
-        )
+        *numbers, operation = row.values()
+        print("".join(f"{round(number, 2):12,}" for number in numbers), operation)
 
 
 def invoke_main() -> None:
@@ -152,4 +149,4 @@ def invoke_main() -> None:
 
 
 if __name__ == "__main__":
-    invoke_main()  # pragma: no cover
+    invoke_main()

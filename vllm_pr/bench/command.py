@@ -21,6 +21,7 @@ from rich.progress import (
 )
 
 TRACE_REQUESTS = 600
+COST_REQUESTS = 300  # of the trace, where its cost is measured
 
 
 class Part(StrEnum):
@@ -45,6 +46,7 @@ class Results:
     memory: dict[str, float] = field(default_factory=dict)
     ttft: list[dict] = field(default_factory=list)
     scale: list[dict] = field(default_factory=list)
+    summary: list[str] = field(default_factory=list)
     below_aims: list[str] = field(default_factory=list)
 
 
@@ -70,10 +72,9 @@ class Run:
         from vllm_pr.bench.workloads import WORKLOADS
 
         workloads = [WORKLOADS[name] for name in names]
-        keywords: dict[str, Any] = {}
         if trace is not None:
             workloads.append(trace_workload(trace, requests))
-            keywords = {"trace": str(trace.resolve()), "requests": requests}
+        keywords = _trace_keywords(trace, requests)
         total = sweep.count_points(workloads, self.full)
         with self.progress("hit rates", total) as advance:
             points = sweep.run_sweep(
@@ -81,16 +82,21 @@ class Run:
             )
         self.results.hit_rates = [asdict(point) for point in points]
         self.results.below_aims += sweep.below_aims(points)
+        self.results.summary += sweep.summed_up(points)
         for table in report.hit_tables(points):
             self.console.print(table)
         for path in write_plots(points, plots):
             self.console.print(f"plot: {path}")
 
-    def cost(self) -> None:
+    def cost(self, trace: Path | None, requests: int) -> None:
         """What it costs."""
         from vllm_pr.bench import cost, report
+        from vllm_pr.bench.trace import read_trace
 
-        plans = cost.plans(self.full)
+        keywords = _trace_keywords(trace, min(requests, COST_REQUESTS))
+        if trace is not None:
+            read_trace(trace, requests)
+        plans = cost.plans(self.full, keywords)
         queues = len(cost.QUEUE_BATCHES) * (len(cost.QUEUE_BLOCKS) if self.full else 1)
         with self.progress("cost", len(plans) + queues + 13) as advance:
             self.results.memory = cost.measure_memory(self.workers)
@@ -217,16 +223,20 @@ def bench(
             if Part.HITS in parts:
                 run.hits(names, trace, trace_requests, plots or _default_plots())
             if Part.COST in parts:
-                run.cost()
+                run.cost(trace, trace_requests)
             if Part.SCALE in parts:
                 run.scale()
         if Part.TTFT in parts:
             run.ttft()
     except (TraceError, BenchError, EngineError, PatchError) as error:
         _refuse(str(error))
-    _sum_up(run.console, run.results.below_aims)
+    _sum_up(run.console, run.results)
     if json_file:
         json_file.write_text(json.dumps(asdict(run.results), indent=1) + "\n")
+
+
+def _trace_keywords(trace: Path | None, requests: int) -> dict[str, Any]:
+    return {"trace": str(trace.resolve()), "requests": requests} if trace else {}
 
 
 def _default_plots() -> Path:
@@ -235,7 +245,10 @@ def _default_plots() -> Path:
     return BUILD / "plots"
 
 
-def _sum_up(console: Console, below: list[str]) -> None:
+def _sum_up(console: Console, results: Results) -> None:
+    for line in results.summary:
+        console.print(line, markup=False, highlight=False)
+    below = results.below_aims
     if not below:
         console.print("every point meets the aims")
         return

@@ -38,7 +38,8 @@ class Cost:
         blocks: size of the pool.
         us: median, by setting.
         spread: first and third quartile, by setting.
-        ratio: changed to each other setting, median of the pairs.
+        ratio: changed to each other setting: median of the pairs, or of a workload,
+            whose requests differ, the whole.
         aims: the ratios that are wanted at most.
     """
 
@@ -63,7 +64,10 @@ class Cost:
 
 @dataclass(frozen=True)
 class Plan:
-    """What to time: a job of the worker, its keywords, and the settings compared."""
+    """What to time: a job of the worker, its keywords, and the settings compared.
+
+    With more than one pass, the shortest time of each step counts.
+    """
 
     measure: str
     job: str
@@ -73,10 +77,16 @@ class Plan:
     aims: dict[str, float]
     steps: int
     keywords: dict[str, Any] = field(default_factory=dict)
+    passes: int = 1
 
 
-def plans(full: bool) -> list[Plan]:
-    """Everything that is timed on a manager."""
+def plans(full: bool, trace: dict[str, Any] | None = None) -> list[Plan]:
+    """Everything that is timed on a manager.
+
+    Args:
+        full: more steps.
+        trace: ``trace`` and ``requests`` of a trace to serve too.
+    """
     steps = 200 if full else 60
     pools = {DEEPSEEK_V4_FLASH.name: 12_000, GEMMA.name: 24_000}
     found = []
@@ -92,22 +102,25 @@ def plans(full: bool) -> list[Plan]:
                 found.append(
                     Plan(measure + suffix, job, groups, size, sides, aims, steps)
                 )
-        for workload in ("session_switch", "short_chats"):
-            name = f"manager, per request, {workload}"
-            keywords = {"workload": workload}
-            found.append(
-                Plan(
-                    name,
-                    "workload",
-                    groups,
-                    blocks,
-                    _CACHING,
-                    STEP_AIMS,
-                    1 << 20,
-                    keywords,
-                )
-            )
+        found.append(_whole("session_switch", groups, blocks))
+        found.append(_whole("short_chats", groups, blocks))
+    if trace:
+        found.append(_whole("trace", DEEPSEEK_V4_FLASH.name, 48_000, **trace))
     return found
+
+
+def _whole(workload: str, groups: str, blocks: int, **trace: Any) -> Plan:
+    return Plan(
+        f"{workload}, 8 requests",
+        "workload",
+        groups,
+        blocks,
+        _CACHING,
+        STEP_AIMS,
+        steps=1 << 20,
+        keywords={"workload": workload, **trace},
+        passes=2,
+    )
 
 
 def measure_cost(workers: Workers, plan: Plan) -> Cost:
@@ -116,6 +129,15 @@ def measure_cost(workers: Workers, plan: Plan) -> Cost:
     Raises:
         BenchError: a measurement failed.
     """
+    passes = [_measure_pass(workers, plan) for _ in range(plan.passes)]
+    samples = {
+        side: [min(step) for step in zip(*(one[side] for one in passes), strict=True)]
+        for side in plan.sides
+    }
+    return _summed_up(plan, samples)
+
+
+def _measure_pass(workers: Workers, plan: Plan) -> dict[str, list[int]]:
     samples: dict[str, list[int]] = {side: [] for side in plan.sides}
     with ExitStack() as stack:
         steps = [
@@ -133,12 +155,12 @@ def measure_cost(workers: Workers, plan: Plan) -> Cost:
                 samples[side].append(ns)
         for step in steps:
             step.close()
-    return _summed_up(plan, samples)
+    return samples
 
 
 def _summed_up(plan: Plan, samples: dict[str, list[int]]) -> Cost:
     changed = samples[CHANGED]
-    whole = plan.job == "workload"  # Requests differ: compare what all of them took.
+    whole = plan.job == "workload"
     return Cost(
         plan.measure,
         plan.groups,

@@ -25,7 +25,7 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm_pr.bench.replay import Replay
 from vllm_pr.bench.trace import read_trace
 from vllm_pr.bench.workloads import WORKLOADS, returning_sessions
-from vllm_pr.scenarios import GEOMETRIES, Text
+from vllm_pr.scenarios import GEOMETRIES, Ask, Text
 
 SHA256_BYTES = 32
 CHUNK_TOKENS = 8192
@@ -54,8 +54,12 @@ def measure_hits(
     requests: int = 0,
 ) -> float:
     """Hit rate of a workload, or of the first ``requests`` requests of a trace."""
-    asks = read_trace(Path(trace), requests) if trace else WORKLOADS[workload].asks()
+    asks = _asks(workload, trace, requests)
     return Replay(GEOMETRIES[groups], blocks, interval).hit_rate(asks)
+
+
+def _asks(workload: str, trace: str, requests: int) -> list[Ask]:
+    return read_trace(Path(trace), requests) if trace else WORKLOADS[workload].asks()
 
 
 def measure_queue(blocks: int, batch: int, rounds: int, sample: int) -> list[dict]:
@@ -125,10 +129,12 @@ def measure_workload(
     blocks: int,
     interval: int | None,
     caching: bool,
+    trace: str = "",
+    requests: int = 0,
     every: int = 8,
 ) -> Iterator[int]:
     """CPU time in ns that each ``every`` requests of a workload take in the manager."""
-    asks = WORKLOADS[workload].asks()
+    asks = _asks(workload, trace, requests)
     replay, stopwatch = _timed_replay(groups, blocks, interval, caching)
     with engine_heap():
         for first in range(0, len(asks), every):

@@ -161,6 +161,28 @@ def count_points(workloads: Sequence[Workload], full: bool, geometries: int = 2)
     return len(workloads) * geometries * sizes * len(settings(full))
 
 
+def summed_up(points: Sequence[Point]) -> list[str]:
+    """How changed at its default compares with the best stock setting of each pool."""
+    ratios = []
+    for point in points:
+        if point.variant == CHANGED and point.interval is None:
+            best = max(p.hit_rate for p in points if _is_stock_at(p, point.place))
+            ratios.append(point.hit_rate / best if best else 1.0)
+    if not ratios:
+        return []
+    above = sum(ratio > 1 for ratio in ratios)
+    below = sum(ratio < 1 for ratio in ratios)
+    return [
+        f"changed at its default against the best stock setting of each of "
+        f"{len(ratios)} pools: above in {above}, equal in {len(ratios) - above - below}"
+        f", below in {below}; ratio {min(ratios):.3f} to {max(ratios):.3f}"
+    ]
+
+
+def _is_stock_at(point: Point, place: tuple[str, str, int]) -> bool:
+    return point.variant == STOCK and point.place == place
+
+
 def below_aims(points: Sequence[Point]) -> list[str]:
     """One line for each point where changed serves less than it should.
 

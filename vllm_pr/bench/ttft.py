@@ -33,21 +33,33 @@ _CLIENT = (
 
 @dataclass(frozen=True)
 class Load:
-    """Sessions of one user and how much they say.
+    """Chats that users switch between, and the pool that serves them.
+
+    However many users there are, they have the same chats between them: so the same
+    pool fits, and only the number of requests in flight differs.
 
     Attributes:
-        sessions: chats that a user switches between.
-        visits: requests a user sends to each.
+        sessions: chats, of all users together.
+        visits: requests to each.
         opening: tokens of a chat's first prompt.
         turn: tokens that each further prompt adds.
+        blocks: size of the pool, in blocks: what all chats keep for their return fits,
+            and not all checkpoints of them.
         output: tokens of an answer.
     """
 
-    sessions: int = 2
-    visits: int = 3
-    opening: int = 1_504
-    turn: int = 96
+    sessions: int
+    visits: int
+    opening: int
+    turn: int
+    blocks: int
     output: int = 4
+
+
+LOADS = {
+    "gemma3-tiny": Load(sessions=16, visits=3, opening=1_504, turn=96, blocks=1_500),
+    "dsv4-tiny": Load(sessions=8, visits=2, opening=1_024, turn=96, blocks=700),
+}
 
 
 @dataclass(frozen=True)
@@ -73,21 +85,20 @@ class Ttft:
     hit_rate: float
 
 
-def trace_lines(users: int, load: Load) -> Iterator[str]:
-    """The load as a trace: users take turns, each switches session every request."""
+def trace_lines(load: Load) -> Iterator[str]:
+    """The load as a trace: each request is to another chat than the one before it."""
     for visit in range(load.visits):
         for session in range(load.sessions):
-            for user in range(users):
-                tokens = load.opening + visit * load.turn
-                first = 1_000 * (user * load.sessions + session)
-                yield json.dumps(
-                    {
-                        "timestamp": 0,
-                        "input_length": tokens,
-                        "output_length": load.output,
-                        "hash_ids": list(range(first, first + tokens // CHUNK)),
-                    }
-                )
+            tokens = load.opening + visit * load.turn
+            first = 1_000 * session
+            yield json.dumps(
+                {
+                    "timestamp": 0,
+                    "input_length": tokens,
+                    "output_length": load.output,
+                    "hash_ids": list(range(first, first + tokens // CHUNK)),
+                }
+            )
 
 
 def measure_ttft(
@@ -103,16 +114,16 @@ def measure_ttft(
     Args:
         model: a tiny model.
         users: numbers of users.
-        load: what a user does.
+        load: the chats; default: the model's own, see `LOADS`.
         on_wait: as for `vllm_pr.engine.server.serve`.
 
     Raises:
         EngineError: a server did not start.
         BenchError: the client failed.
     """
-    load = load or Load()
+    load = load or LOADS[model]
     for variant in VARIANTS:
-        with serve(model, variant, on_wait=on_wait) as server:
+        with serve(model, variant, blocks=load.blocks, on_wait=on_wait) as server:
             for count in users:
                 yield _measure(server, model, variant, count, load)
 
@@ -121,7 +132,7 @@ def _measure(server: Server, model: str, variant: str, users: int, load: Load) -
     name = f"{model}-{variant}-{users}"
     trace = BUILD / f"load-{name}.jsonl"
     BUILD.mkdir(parents=True, exist_ok=True)
-    lines = list(trace_lines(users, load))
+    lines = list(trace_lines(load))
     trace.write_text("\n".join(lines) + "\n", encoding="utf-8")
     with httpx.Client(trust_env=False, base_url=server.url, timeout=60) as client:
         client.post("/reset_prefix_cache").raise_for_status()
