@@ -13,7 +13,7 @@ import itertools
 import math
 import random
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -354,6 +354,7 @@ class Engine:
         self.cached: dict[str, int] = {}
         self.outputs: dict[str, list[int]] = {}
         self.ids = itertools.count()
+        self.after_update: Callable[[Engine], None] | None = None
 
     @property
     def pool(self):
@@ -393,6 +394,8 @@ class Engine:
         for outputs in self.scheduler.update_from_output(step, result).values():
             for output in outputs.outputs:
                 self.outputs[output.request_id] += output.new_token_ids
+        if self.after_update is not None:
+            self.after_update(self)
 
     def settle(self) -> None:
         """Execute all steps in flight."""
@@ -463,7 +466,6 @@ def run_random(
     requests: int,
     aborts: float = 0.02,
     resets: float = 0.01,
-    after_step=None,
 ) -> None:
     """Requests of random sessions at random times, aborts and resets in between.
 
@@ -473,7 +475,6 @@ def run_random(
         requests: number of requests.
         aborts: chance of an abort in a step.
         resets: chance of a ``reset_prefix_cache`` in a step.
-        after_step: called after every step.
     """
     rng = random.Random(f"arrivals {seed}")
     unit = block_sizes(engine.setup.geometry)[0]
@@ -495,8 +496,6 @@ def run_random(
         if rng.random() < resets:
             engine.reset(running=rng.random() < 0.5)
         engine.step()
-        if after_step is not None:
-            after_step(engine)
     engine.drain()
 
 

@@ -23,7 +23,6 @@ from scheduler_kit import DEFAULT, Engine, Setup, pool_blocks, run_random
 from vllm.distributed.kv_events import (
     MEDIUM_GPU,
     AllBlocksCleared,
-    BlockRemoved,
     BlockStored,
     EventPublisher,
 )
@@ -33,8 +32,11 @@ from vllm.v1.core.kv_cache_utils import (
     get_group_id,
     maybe_convert_block_hash,
 )
+from vllm_pr.driver import block_sizes
 from vllm_pr.scenarios import DEEPSEEK_V4_FLASH, GEMMA
 
+KINDS = ("BlockStored", "BlockRemoved", "hashes stored", "hashes removed")
+POOLS = {"full": 40, "ample": 300}  # hit boundaries that fit
 COUNTED = {DEEPSEEK_V4_FLASH.name: DEEPSEEK_V4_FLASH, GEMMA.name: GEMMA}
 
 
@@ -51,7 +53,10 @@ class Mirror(EventPublisher):
             if isinstance(event, AllBlocksCleared):
                 self.index.clear()
             elif event.medium == MEDIUM_GPU:
-                sign = {BlockStored: 1, BlockRemoved: -1}[type(event)]
+                stored = isinstance(event, BlockStored)
+                sign = 1 if stored else -1
+                which = "hashes stored" if stored else "hashes removed"
+                self.counts[which] += len(event.block_hashes)
                 for block_hash in event.block_hashes:
                     self.index[event.group_idx, block_hash] += sign
             self.counts[type(event).__name__] += 1
@@ -70,6 +75,7 @@ def hash_map(pool: BlockPool) -> Counter:
 
 
 def make_engine(geometry, units: int, interval=DEFAULT, **setup) -> Engine:
+    setup.setdefault("step_tokens", 8 * block_sizes(geometry)[0])
     engine = Engine(
         Setup(
             geometry,
@@ -80,6 +86,8 @@ def make_engine(geometry, units: int, interval=DEFAULT, **setup) -> Engine:
         )
     )
     engine.scheduler.kv_event_publisher = Mirror()
+    # The events of a step are published when its results come in.
+    engine.after_update = compare
     return engine
 
 
@@ -96,11 +104,12 @@ def compare(engine: Engine) -> None:
 @pytest.mark.parametrize("geometry", [*sorted(GEOMETRIES.keys() - COUNTED.keys())])
 def test_mirror_equals_the_hash_map(geometry, interval, asynchronous):
     engine = make_engine(GEOMETRIES[geometry], 40, interval, asynchronous=asynchronous)
-    run_random(engine, seed=1, requests=60, resets=0.1, after_step=compare)
+    run_random(engine, seed=1, requests=150, resets=0.03)
     counts = engine.scheduler.kv_event_publisher.counts
-    assert engine.counts["hashes compared"] > 100
+    assert engine.counts["hashes compared"] > 1000
     assert min(counts[kind] for kind in ("BlockStored", "BlockRemoved")) > 10
     assert counts["AllBlocksCleared"]
+    assert engine.worker.counts["preempted"] and engine.counts["aborted"]
 
 
 @pytest.mark.parametrize("kind", ["BlockStored", "BlockRemoved", "AllBlocksCleared"])
@@ -119,31 +128,36 @@ def test_planted_fault_is_found(kind):
 
     engine.scheduler.kv_event_publisher.publish = lossy
     with pytest.raises(AssertionError):
-        run_random(engine, seed=1, requests=60, resets=0.1, after_step=compare)
+        run_random(engine, seed=1, requests=150, resets=0.03)
     assert swallowed
 
 
-def count_events(geometry: str, interval) -> dict[str, float]:
-    """Events for 1,000 prompt tokens: a session workload without resets."""
+def count_events(geometry: str, interval, units: int) -> dict[str, float]:
+    """Events, and hashes in them, for 1,000 prompt tokens; no resets, no aborts."""
     engine = make_engine(
-        COUNTED[geometry],
-        60,
-        interval,
-        step_tokens=2048,
-        max_model_len=32_768,
+        COUNTED[geometry], units, interval, step_tokens=2048, max_model_len=32_768
     )
-    run_random(engine, seed=5, requests=60, aborts=0, resets=0, after_step=compare)
+    run_random(engine, seed=5, requests=60, aborts=0, resets=0)
     counts = engine.scheduler.kv_event_publisher.counts
     thousands = sum(engine.prompts.values()) / 1000
-    return {kind: round(number / thousands, 2) for kind, number in counts.items()}
+    return {kind: round(counts[kind] / thousands, 2) for kind in KINDS}
 
 
-def counted_elsewhere(tree: str, interval: object) -> dict[str, dict[str, float]]:
-    """The counts of the vLLM in ``tree``, or of the installed one, by geometry."""
+def count_all(interval) -> dict[str, dict[str, float]]:
+    """The counts by geometry and pool."""
+    return {
+        f"{name}, {pool} pool": count_events(name, interval, units)
+        for name in COUNTED
+        for pool, units in POOLS.items()
+    }
+
+
+def counted_by_stock(interval: object) -> dict[str, dict[str, float]]:
+    """The counts of the installed vLLM."""
     root = str(Path(__file__).resolve().parents[2])
     done = subprocess.run(
         [sys.executable, __file__, json.dumps(interval)],
-        env=dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, [tree, root]))),
+        env=dict(os.environ, PYTHONPATH=root),
         capture_output=True,
         text=True,
     )
@@ -152,19 +166,21 @@ def counted_elsewhere(tree: str, interval: object) -> dict[str, dict[str, float]
 
 
 def test_events_per_thousand_prompt_tokens(figure):
-    columns = {
-        "stock, default": counted_elsewhere("", DEFAULT),
-        "stock, interval None": counted_elsewhere("", None),
-        "changed": {name: count_events(name, DEFAULT) for name in COUNTED},
-    }
+    """The same events as with stock's None, until blocks have to go."""
+    default, none = counted_by_stock(DEFAULT), counted_by_stock(None)
+    changed = count_all(DEFAULT)
+    for name in changed:
+        for side, counts in (
+            ("stock, default", default),
+            ("stock, interval None", none),
+            ("changed", changed),
+        ):
+            figure(f"per 1,000 prompt tokens, {name}, {side}", counts[name])
     for name in COUNTED:
-        for column, counts in columns.items():
-            figure(f"events per 1,000 prompt tokens, {name}, {column}", counts[name])
-    for name in COUNTED:
-        default, none, changed = (column[name] for column in columns.values())
-        assert changed["BlockStored"] <= none["BlockStored"]
+        ample, full = f"{name}, ample pool", f"{name}, full pool"
+        assert changed[ample] == none[ample] != default[ample]
+        assert changed[full]["BlockRemoved"]
 
 
 if __name__ == "__main__":
-    wanted = json.loads(sys.argv[1])
-    print(json.dumps({name: count_events(name, wanted) for name in COUNTED}))
+    print(json.dumps(count_all(json.loads(sys.argv[1]))))
