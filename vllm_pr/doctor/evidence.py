@@ -8,6 +8,7 @@ from typing import Literal
 import msgspec
 
 Interval = int | Literal["None"] | None
+EDITED = "A, end edited"
 
 
 @dataclass
@@ -94,9 +95,10 @@ class Switch:
 
     Attributes:
         session: Name of the session that was left and came back.
+        reply: Name of the request with which it came back.
         session_tokens: Its prompt tokens.
         between_tokens: Prompt tokens of the doctor's other sessions in between, those
-            that a prompt shares with an earlier one not counted.
+            that were found in the cache not counted.
         between_sessions: How many sessions that were.
         foreign_tokens: Tokens of other clients in between.
         foreign_requests: Requests of other clients that ended in between.
@@ -105,6 +107,7 @@ class Switch:
     """
 
     session: str
+    reply: str
     session_tokens: int
     between_tokens: int
     between_sessions: int

@@ -150,9 +150,9 @@ def _bound(server: Server, plan: Plan, overhead: int) -> tuple[int, int]:
     session, part = plan.session_tokens, plan.part_tokens
     sizes = rounds(plan)
     others = sum(-(-size // session) for size in sizes)
-    tokens = (5 + len(sizes)) * session + sum(sizes) + 9 * part
+    tokens = (7 + len(sizes)) * session + sum(sizes) + 9 * part
     tokens += 2 * plan.short_tokens + 3 * plan.long_tokens
-    requests = 5 + len(sizes) + others + 9 + 2 + (3 if plan.long_tokens else 0)
+    requests = 7 + len(sizes) + others + 9 + 2 + (3 if plan.long_tokens else 0)
     if not server.tokenizer:
         tokens, requests = int(1.1 * tokens) + overhead + 256, requests + 1
     return tokens, requests

@@ -9,7 +9,14 @@ from dataclasses import dataclass
 
 from vllm_pr.doctor.client import Answer, Api, Messages
 from vllm_pr.doctor.errors import DoctorError
-from vllm_pr.doctor.evidence import Evidence, Reply, Server, Switch, Template
+from vllm_pr.doctor.evidence import (
+    EDITED,
+    Evidence,
+    Reply,
+    Server,
+    Switch,
+    Template,
+)
 from vllm_pr.doctor.metrics import Snapshot, describe
 from vllm_pr.doctor.plan import hit_alignment, make_plan, rounds, smallest_session
 from vllm_pr.doctor.writer import Writer
@@ -75,6 +82,7 @@ class Probes:
         self._own_tokens = 0
         self._own_fresh = 0
         self._own_sessions = 0
+        self._taken = 0, 0  # tokens and sessions before the last request
         self._tokens_per_second = 0.0
 
     # -- before the first prompt ------------------------------------------------
@@ -169,15 +177,19 @@ class Probes:
             ttft_s=max(a.ttft_s for a in answers),
             peak_usage=watch.peak_usage,
         )
-        self._count_fresh(reply, len(chats))
         self._note(reply, answers, before, after, watch)
+        self._taken = self._own_fresh, self._own_sessions
+        self._count_fresh(reply, len(chats))
         return reply, answers[0]
 
     def _count_fresh(self, reply: Reply, sessions: int) -> None:
-        """Count what the pool has to hold in addition, without the template's start."""
+        """Count what the pool has to hold in addition.
+
+        What is computed again is held twice. The template's start counts as computed.
+        """
         prelude = sessions * (self._overhead + self._unit())
-        shared = reply.shared_tokens if reply.shared_tokens > prelude else 0
-        fresh = reply.prompt_tokens - shared
+        held = min(reply.shared_tokens, reply.cached_tokens or 0)
+        fresh = reply.prompt_tokens - (held if held > prelude else 0)
         if fresh > self._unit():
             self._own_fresh += fresh
             self._own_sessions += sessions
@@ -216,7 +228,8 @@ class Probes:
             reply.preemptions = max(0, after.since(before, "preemptions"))
             reply.external_tokens = max(0, after.since(before, "external_hits"))
             reply.engines = after.moved(before)
-            traffic.running = max(traffic.running, watch.others)
+            others = before.total["running"] + before.total["waiting"]
+            traffic.running = max(traffic.running, int(others), watch.others)
         self._count_cached(reply, answers, before, after)
         cold = reply.prompt_tokens - (reply.cached_tokens or 0)
         if reply.ttft_s > 0 and cold > reply.prompt_tokens / 2:
@@ -351,11 +364,26 @@ class Probes:
             self._overhead = max(0, reply.prompt_tokens - inside)
 
     async def _session_twice(self) -> None:
-        """A, and at once A again."""
+        """A, at once A again, A with another end, and A."""
         self._a = user(await self._session_text(self.evidence.plan.session_tokens))
         first, _ = await self.send("A", self._a)
         self._again, _ = await self.send("A again", self._a, shared=first.prompt_tokens)
         self._leave()
+        if self.evidence.server.caching is not False:
+            await self._edit(first.prompt_tokens)
+            await self._return_to_a("A after edit")
+
+    async def _edit(self, prompt_tokens: int) -> None:
+        """A, its end edited: what hits lies below the end that every setting keeps.
+
+        Two alignments and a half go, so that with EAGLE/MTP, which gives one up, this
+        still holds. A prefill's last checkpoints outlive it however full the pool is.
+        """
+        text, cut = self._a[0]["content"], int(2.5 * self._unit())
+        kept = text[: len(text) - int(cut / self._writer.tokens_per_char)]
+        tail = await self._text(self._unit())
+        chat = user(kept + " " + tail)
+        await self.send(EDITED, chat, shared=max(0, prompt_tokens - cut))
 
     def _leave(self) -> None:
         """Remember the counters at the end of a session's turn."""
@@ -397,6 +425,7 @@ class Probes:
     def _file_switch(self, session: str, before: int | None, back: Reply) -> None:
         """Note what came between `_leave` and ``back``, and leave again."""
         tokens, fresh, sessions, requests = self._left_own
+        taken_tokens, taken_sessions = self._taken
         foreign = foreign_requests = 0
         if self.evidence.server.metrics:
             foreign = _work(self._left, self._last) - (self._own_tokens - tokens)
@@ -405,9 +434,10 @@ class Probes:
         self.evidence.switches.append(
             Switch(
                 session,
+                back.name,
                 back.prompt_tokens,
-                self._own_fresh - fresh,
-                self._own_sessions - sessions,
+                taken_tokens - fresh,
+                taken_sessions - sessions,
                 max(0, foreign),
                 max(0, foreign_requests),
                 before,

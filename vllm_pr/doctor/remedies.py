@@ -39,8 +39,17 @@ def release_of(server: Server) -> Release | None:
 
 def by_release(server: Server, fault: str) -> list[Remedy]:
     """Remedies from the facts file; those of the newest release when unknown."""
-    release = release_of(server) or known_releases()[-1]
-    return [Remedy(entry.run, entry.say) for entry in release.remedies(fault)]
+    release = release_of(server)
+    force = f" --force-release {release.version}" if release else ""
+    if release and _public(server) == release.version:
+        force = ""
+    entries = (release or known_releases()[-1]).remedies(fault)
+    return [Remedy(e.run + force * e.change, e.say) for e in entries]
+
+
+def _public(server: Server) -> str:
+    """The server's version without a local part, such as ``+cpu``."""
+    return (server.version or "").split("+")[0]
 
 
 def dense_checkpoints(server: Server) -> bool | None:
@@ -85,7 +94,7 @@ def facts_line(server: Server) -> str | None:
     release = release_of(server)
     if release is None:
         return None
-    exact = release.version == (server.version or "").split("+")[0]
+    exact = release.version == _public(server)
     return (
         f"{'' if exact else 'the nearest known release, '}{release.version} as it "
         "ships: "
@@ -102,7 +111,11 @@ def keep_sessions(server: Server) -> list[Remedy]:
     running = release_of(server)
     if running is None or running.session_switch == "kept":
         return found
-    kept = [r for r in known_releases() if r.session_switch == "kept"]
+    kept = [
+        r
+        for r in known_releases()
+        if r.session_switch == "kept" and r.eagle_resend == "kept"
+    ]
     if not kept or any("pip install" in r.run for r in found):
         return found
     branch = "" if kept[0].first_branch == "kept" else ", but the first branch is lost"
@@ -153,11 +166,11 @@ def resend(server: Server) -> list[Remedy]:
     ]
 
 
-def share_first(unit: int) -> list[Remedy]:
+def share_first(server: Server, unit: int) -> list[Remedy]:
     """Make prompts hit that are too short for the alignment."""
     return [
         Remedy(
-            "vllm-pr doctor --prompt-tokens N",
+            f"{_command(server)} --prompt-tokens N",
             f"Put what requests share first, and make it longer than {unit} tokens; N "
             "is then the new length.",
         )
@@ -246,15 +259,17 @@ def preempted() -> list[Remedy]:
     ]
 
 
-def provoke(tokens: int | None) -> list[Remedy]:
+def provoke(server: Server, tokens: int | None) -> list[Remedy]:
     """Put the session switch to the test."""
     if not tokens:
         return [
-            Remedy("vllm-pr doctor --prompt-tokens N", "N as long as your sessions.")
+            Remedy(
+                f"{_command(server)} --prompt-tokens N", "N as long as your sessions."
+            )
         ]
     return [
         Remedy(
-            f"vllm-pr doctor --switch-tokens {tokens} --time-limit 1800",
+            f"{_command(server)} --switch-tokens {tokens} --time-limit 1800",
             "Enough of other sessions to turn the free list over.",
         )
     ]
@@ -267,6 +282,13 @@ def measure() -> list[Remedy]:
     ]
 
 
-def again(option: str = "", say: str = "When the server is quiet.") -> list[Remedy]:
+def again(
+    server: Server, option: str = "", say: str = "When the server is quiet."
+) -> list[Remedy]:
     """Run once more."""
-    return [Remedy(f"vllm-pr doctor {option}".rstrip(), say)]
+    return [Remedy(f"{_command(server)} {option}".rstrip(), say)]
+
+
+def _command(server: Server) -> str:
+    """The doctor's command for this server."""
+    return f"vllm-pr doctor --url {server.url}"

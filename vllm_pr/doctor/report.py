@@ -72,7 +72,9 @@ def show(out: Console, evidence: Evidence, findings: list[Finding]) -> None:
     status = exit_status(findings)
     out.print()
     style = {0: "bold green", 1: "bold red", 2: "bold yellow"}[status]
-    out.print(f"[{style}]{_OUTCOME[status]}[/]: " + _names(findings, status))
+    names = _names(findings, status)
+    then = ", notes" * (status == 0) + f": {names}"
+    out.print(f"[{style}]{_OUTCOME[status]}[/]" + then * bool(names))
 
 
 def show_requests(out: Console, evidence: Evidence) -> None:
@@ -84,7 +86,8 @@ def show_requests(out: Console, evidence: Evidence) -> None:
 
 def _names(findings: list[Finding], status: int) -> str:
     wanted = {0: "note", 1: "fault", 2: "unsure"}[status]
-    return ", ".join(f.name for f in findings if f.severity == wanted)
+    names = (f.name for f in findings if f.severity == wanted)
+    return ", ".join(name for name in names if name != "healthy")
 
 
 def _table(out: Console, evidence: Evidence) -> Table:

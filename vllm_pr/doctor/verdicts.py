@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From evidence to findings: pure functions, one for each known cause (issue 5).
+"""From evidence to findings: pure functions, one for each known cause.
 
 Each check takes the evidence of one run and returns a finding or None. None of them
 asks the server anything, so each can be tried on recorded evidence.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
 from vllm_pr.doctor import remedies
-from vllm_pr.doctor.evidence import Evidence, Reply, Switch
+from vllm_pr.doctor.evidence import EDITED, Evidence, Reply, Switch
 from vllm_pr.doctor.remedies import Remedy
 
 HEALTHY, FAULT, UNMEASURED = 0, 1, 2
@@ -18,6 +18,8 @@ HEALTHY, FAULT, UNMEASURED = 0, 1, 2
 # loses all or nothing, a full-attention model its tail first.
 KEPT = 0.9
 HALF = 0.5
+# Requests that leave, at a new place, a prompt that was sent just before.
+PARTIAL = (EDITED, "branch off A", "system prompt, second session")
 
 
 @dataclass
@@ -47,11 +49,11 @@ Check = Callable[[Evidence], Finding | None]
 
 def examine(evidence: Evidence) -> list[Finding]:
     """All findings, faults first; healthy when there is nothing else than notes."""
-    found = [finding for check in CHECKS if (finding := check(evidence))]
-    if all(f.severity == "note" for f in found):
-        found.append(unexplained(evidence) or _healthy(evidence))
+    findings = [finding for check in CHECKS if (finding := check(evidence))]
+    if all(f.severity == "note" for f in findings):
+        findings.insert(0, unexplained(evidence) or _healthy(evidence))
     order = {"fault": 0, "unsure": 1, "note": 2}
-    return sorted(found, key=lambda f: order[f.severity])
+    return sorted(findings, key=lambda f: order[f.severity])
 
 
 def exit_status(findings: list[Finding]) -> int:
@@ -78,6 +80,26 @@ def expected(evidence: Evidence, reply: Reply) -> int:
     unit = evidence.alignment or evidence.server.block_size or 1
     reusable = min(reply.shared_tokens, reply.prompt_tokens - 1)
     return max(0, reusable) // unit * unit
+
+
+def prelude(evidence: Evidence) -> int:
+    """Tokens that a prompt never sent before hits: what the template starts with."""
+    first = evidence.reply("A")
+    return (first.cached_tokens or 0) if first else 0
+
+
+def found(evidence: Evidence, reply: Reply) -> bool:
+    """Whether a reply hit at least half of what it should, beyond the prelude."""
+    want = expected(evidence, reply)
+    least = min(prelude(evidence), want)
+    return (reply.cached_tokens or 0) - least >= HALF * (want - least)
+
+
+def foreign_until(evidence: Evidence, name: str) -> int:
+    """Tokens of other clients from the resend of A to the request called ``name``."""
+    order = [reply.name for reply in evidence.replies]
+    between = evidence.replies[order.index("A again") + 1 : order.index(name) + 1]
+    return sum(reply.foreign_tokens for reply in between)
 
 
 def resend_works(evidence: Evidence) -> bool:
@@ -121,6 +143,15 @@ def fits(evidence: Evidence, switch: Switch, foreign: bool = True) -> bool:
 def flushed(evidence: Evidence) -> list[Switch]:
     """Returns that missed although everything fits in the pool side by side."""
     return [s for s in evidence.switches if lost(s) and fits(evidence, s)]
+
+
+def after_sessions(evidence: Evidence) -> list[Switch]:
+    """Returns after sessions, without those after the doctor's edits and branches.
+
+    The latter may take more room than the sessions that the plan fits in the pool.
+    """
+    aside = ("A after edit", "A before B")
+    return [s for s in evidence.switches if s.reply not in aside]
 
 
 def survived(evidence: Evidence) -> int:
@@ -224,7 +255,7 @@ def short_prompts(evidence: Evidence) -> Finding | None:
         "all, "
         "and what follows the last multiple is computed again every time.",
         [hit(again), hit(evidence.reply("A again")), _alignment_line(evidence)],
-        remedies.share_first(unit),
+        remedies.share_first(evidence.server, unit),
     )
 
 
@@ -370,7 +401,7 @@ def template_suspected(evidence: Evidence) -> Finding | None:
     if evidence.template or not turn or turn.cached_tokens is None:
         return None
     want = expected(evidence, turn)
-    if not resend_works(evidence) or turn.cached_tokens >= HALF * want:
+    if not resend_works(evidence) or found(evidence, turn):
         return None
     return Finding(
         "template",
@@ -433,12 +464,12 @@ def capacity(evidence: Evidence) -> Finding | None:
     if evidence.server.engine != "vllm" or not resend_works(evidence):
         return None
     late = [
-        s for s in evidence.switches if lost(s) and not fits(evidence, s, foreign=False)
+        s for s in after_sessions(evidence) if lost(s) and not fits(evidence, s, False)
     ]
     if not late or flushed(evidence):
         return None
     switch = max(late, key=lambda s: s.session_tokens + s.between_tokens)
-    sure = switch_proven(evidence)
+    sure = switch_proven(evidence) and not switch.foreign_tokens
     room = evidence.fits_tokens
     own = switch.session_tokens + switch.between_tokens
     return Finding(
@@ -449,7 +480,12 @@ def capacity(evidence: Evidence) -> Finding | None:
         "after "
         "the other, and the first was gone when it came back. Two sessions of up to "
         f"{room // 2 if room else 'an unknown number of'} tokens fit."
-        + ("" if sure else " Or it is the session switch: that was not told apart."),
+        + (
+            ""
+            if sure
+            else " Or it is the session switch, or other clients: that was "
+            "not told apart."
+        ),
         [_switch_line(switch), _room_line(evidence, switch)],
         remedies.more_room(own / room if room else 2.0),
     )
@@ -480,7 +516,7 @@ def crowded(evidence: Evidence) -> Finding | None:
             f"{evidence.traffic.running} requests at once",
             _pool(evidence),
         ],
-        remedies.again(),
+        remedies.again(evidence.server),
     )
 
 
@@ -493,7 +529,9 @@ def _crowded_out(evidence: Evidence, reply: Reply) -> bool:
 def not_provoked(evidence: Evidence) -> Finding | None:
     """A survived, but too little came in between to prove anything."""
     server, plan = evidence.server, evidence.plan
-    if not resend_works(evidence) or any(map(lost, evidence.switches)):
+    if not resend_works(evidence) or flushed(evidence):
+        return None
+    if any(map(lost, after_sessions(evidence))):
         return None
     if plan is None or server.engine != "vllm" or switch_proven(evidence):
         return None
@@ -519,31 +557,26 @@ def not_provoked(evidence: Evidence) -> Finding | None:
         "A survived, but too few tokens of other sessions came in between to turn the "
         "free list over: a server with the fault would have answered the same.",
         lines,
-        remedies.provoke(need),
+        remedies.provoke(server, need),
     )
 
 
 def sparse_retention(evidence: Evidence) -> Finding | None:
-    """The first branch, or a second session with the same system prompt, misses."""
-    misses = list(_sparse_misses(evidence))
+    """An edit, a first branch or a second session misses what was just sent."""
+    misses = partial_misses(evidence)
     unstable = evidence.template is not None and not evidence.template.stable_in_time
-    if not misses or unstable:
+    if not misses or unstable or dense_checkpoints(evidence):
         return None
-    if evidence.server.interval == "None":
-        return _checkpoints_evicted(evidence, misses)
     second = evidence.reply("branch off A again")
-    learned = second and (second.cached_tokens or 0) >= HALF * expected(
-        evidence, second
-    )
-    lines = [f"{hit(r)}, {expected(evidence, r)} could have been" for r in misses]
-    if second and misses[0].name == "branch off A":
+    learned = second and found(evidence, second)
+    lines = [_missed(evidence, r) for r in misses]
+    if second and any(r.name == "branch off A" for r in misses):
         lines.append(hit(second) + (": it learned the junction" if learned else ""))
     lines += remedies.release_lines(evidence.server)
-    sure = learned or evidence.server.interval is not None
     return Finding(
         "sparse-retention",
-        "fault" if sure else "unsure",
-        "The first branch or second session misses",
+        "fault" if dense_checkpoints(evidence) is False else "unsure",
+        "An edit, the first branch or the second session misses",
         "Only the end of a prompt and places that were asked for before are kept in "
         "sliding-window layers. Whoever leaves a cached prompt at a new place, a new "
         "session with the same system prompt or an edit, computes all of it again.",
@@ -552,38 +585,73 @@ def sparse_retention(evidence: Evidence) -> Finding | None:
     )
 
 
-def _sparse_misses(evidence: Evidence) -> Iterator[Reply]:
-    """Replies that missed where a prompt sent just before has all the tokens."""
+def partial_misses(evidence: Evidence, crowded: bool = False) -> list[Reply]:
+    """Replies that missed although a prompt sent just before begins the same.
+
+    Args:
+        evidence: The run.
+        crowded: Also where other clients' requests may have pushed it out meanwhile.
+    """
     if not resend_works(evidence):
-        return
+        return []
     room = evidence.fits_tokens
-    for name in ("branch off A", "system prompt, second session"):
+    missed = []
+    for name in PARTIAL:
         reply = evidence.reply(name)
-        if not reply or reply.cached_tokens is None:
+        if not reply or reply.cached_tokens is None or found(evidence, reply):
             continue
-        crowded = room and reply.prompt_tokens + evidence.traffic.tokens > room
-        if reply.cached_tokens < HALF * expected(evidence, reply) and not crowded:
-            yield reply
+        others = foreign_until(evidence, name)
+        if crowded or not room or reply.prompt_tokens + others <= room:
+            missed.append(reply)
+    return missed
 
 
-def _checkpoints_evicted(evidence: Evidence, misses: list[Reply]) -> Finding | None:
-    """With dense checkpoints a branch misses only when they had to make room."""
-    if flushed(evidence):
+def dense_checkpoints(evidence: Evidence) -> bool | None:
+    """Whether a checkpoint is made at every hit alignment, None when not known.
+
+    Where the server does not tell its interval, the edit of A's end does: with
+    dense checkpoints it hits in a full pool as well, unless others took the room.
+    """
+    if evidence.server.interval is not None:
+        return evidence.server.interval == "None"
+    edited = evidence.reply(EDITED)
+    if not edited or edited.cached_tokens is None or not resend_works(evidence):
         return None
+    if expected(evidence, edited) <= prelude(evidence):
+        return None
+    if found(evidence, edited):
+        return True
+    return None if foreign_until(evidence, EDITED) else False
+
+
+def full_pool(evidence: Evidence) -> Finding | None:
+    """Dense checkpoints inside a prompt had to make room for whole sessions."""
+    misses = partial_misses(evidence, crowded=True)
+    if not misses or not dense_checkpoints(evidence) or flushed(evidence):
+        return None
+    edited = next((reply for reply in misses if reply.name == EDITED), None)
+    odd = edited is not None and not foreign_until(evidence, EDITED)
     return Finding(
-        "checkpoints-evicted",
-        "fault",
-        "Checkpoints inside a prompt are evicted before they are used",
-        "The interval keeps a checkpoint at every hit alignment, but the pool is full: "
-        "whole sessions are kept first, checkpoints inside them only in what room is "
-        "left.",
+        "full-pool",
+        "unsure" if odd else "note",
+        "The pool is full: a first branch computes again what it shares",
+        "Checkpoints are made at every hit alignment, but no block is left that is "
+        "empty, and whole sessions are kept before checkpoints inside them. What is "
+        "asked for again is kept like a session."
+        + " Yet the end of a prompt should have been there."
+        * odd,
         [
-            *(f"{hit(r)}, {expected(evidence, r)} could have been" for r in misses),
+            *(_missed(evidence, reply) for reply in misses),
+            *(hit(r) for r in [evidence.reply("branch off A again")] if r),
             _pool(evidence),
             *remedies.release_lines(evidence.server),
         ],
         remedies.lasting_checkpoints(evidence.server),
     )
+
+
+def _missed(evidence: Evidence, reply: Reply) -> str:
+    return f"{hit(reply)}, {expected(evidence, reply)} could have been"
 
 
 def preemption(evidence: Evidence) -> Finding | None:
@@ -627,7 +695,7 @@ def other_traffic(evidence: Evidence) -> Finding | None:
             "most "
             f"{traffic.running} at once"
         ],
-        remedies.again(),
+        remedies.again(evidence.server),
     )
 
 
@@ -654,8 +722,7 @@ def not_vllm(evidence: Evidence) -> Finding | None:
 
 
 def _plain_hits(evidence: Evidence) -> list[str]:
-    names = ("A again", "A after B", "branch off A", "system prompt, second session")
-    replies = (evidence.reply(name) for name in names)
+    replies = (evidence.reply(name) for name in ("A again", "A after B", *PARTIAL))
     return [hit(r) for r in replies if r and r.cached_tokens is not None]
 
 
@@ -670,7 +737,9 @@ def incomplete(evidence: Evidence) -> Finding | None:
         "The run is not complete",
         evidence.stopped or "Not everything could be measured in time.",
         left_out,
-        remedies.again("--time-limit 900", "Or with smaller --prompt-tokens.")
+        remedies.again(
+            evidence.server, "--time-limit 900", "Or with smaller --prompt-tokens."
+        )
         if left_out
         else [],
     )
@@ -694,7 +763,7 @@ def one_session_pool(evidence: Evidence) -> Finding | None:
         "other out. That was not tried.",
         [_pool(evidence)],
         remedies.again(
-            f"--prompt-tokens {int(0.9 * server.max_model_len)}", "Tries it."
+            server, f"--prompt-tokens {int(0.9 * server.max_model_len)}", "Tries it."
         ),
     )
 
@@ -713,6 +782,7 @@ CHECKS: tuple[Check, ...] = (
     crowded,
     not_provoked,
     sparse_retention,
+    full_pool,
     preemption,
     other_traffic,
     not_vllm,
@@ -724,8 +794,7 @@ CHECKS: tuple[Check, ...] = (
 MUST_HIT = (
     "A again",
     "A after B",
-    "branch off A",
-    "system prompt, second session",
+    *PARTIAL,
     "conversation, turn 2",
     "two sessions at once, again",
 )
@@ -733,13 +802,14 @@ MUST_HIT = (
 
 def unexplained(evidence: Evidence) -> Finding | None:
     """Something missed, or was not sent, and no check says why: no proof of health."""
+    full = partial_misses(evidence, crowded=True) if full_pool(evidence) else []
     bad = []
     for name in MUST_HIT:
         reply = evidence.reply(name)
         if reply is None or reply.cached_tokens is None:
             bad.append(f"{name}: not measured")
-        elif reply.cached_tokens < HALF * expected(evidence, reply):
-            bad.append(f"{hit(reply)}, {expected(evidence, reply)} could have been")
+        elif reply not in full and not found(evidence, reply):
+            bad.append(_missed(evidence, reply))
     if not bad:
         return None
     return Finding(
@@ -752,12 +822,12 @@ def unexplained(evidence: Evidence) -> Finding | None:
 
 
 def _healthy(evidence: Evidence) -> Finding:
+    branch = "" if full_pool(evidence) else "a first branch, a second session, "
     return Finding(
         "healthy",
         "note",
         "Healthy",
-        "A resend, a return after other sessions, a first branch, a second session and "
-        "a "
-        "growing conversation all find what can be found.",
+        f"A resend, an edit, a return after other sessions, {branch}a growing "
+        "conversation and two sessions at once all find what can be found.",
         [_switch_line(s) for s in evidence.switches[-1:]],
     )

@@ -23,6 +23,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from vllm_pr.doctor.evidence import Evidence, from_json
+from vllm_pr.engine.server import Server
 
 COMMAND = [str(Path(sys.executable).with_name("vllm-pr")), "doctor"]
 
@@ -134,26 +135,32 @@ def wait_for(condition: Callable[[], object], seconds: float = 120.0) -> None:
 
 
 @contextmanager
-def flood(url: str, model: str, users: int, prompt: int, output: int) -> Iterator[None]:
+def flood(
+    server: Server, users: int, prompt: int, output: int, key: str = ""
+) -> Iterator[None]:
     """Other clients: each sends one new prompt after another until the end.
 
     Args:
-        url: The server.
-        model: The model's name.
+        server: The server.
         users: How many at once.
         prompt: Characters of each prompt.
         output: Tokens of each answer.
+        key: The server's key.
     """
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
     stop = threading.Event()
     served = threading.Semaphore(0)
 
     def user(number: int) -> None:
-        with httpx.Client(base_url=url, timeout=600, trust_env=False) as client:
+        client = httpx.Client(
+            base_url=server.url, headers=headers, timeout=600, trust_env=False
+        )
+        with client:
             count = 0
             while not stop.is_set():
                 text = f"user {number} asks {count}: ".ljust(prompt, "x")
                 body = {
-                    "model": model,
+                    "model": server.model,
                     "messages": [{"role": "user", "content": text}],
                     "max_tokens": output,
                     "ignore_eos": True,
@@ -262,11 +269,18 @@ class Proxy:
     Args:
         url: The server.
         hidden: Paths that it answers with 404.
+        delay: Seconds that a completion waits before it is forwarded.
+        count: Whether to put the number of messages before the first one, as a
+            template does that is not prefix-stable.
     """
 
-    def __init__(self, url: str, *hidden: str) -> None:
+    def __init__(
+        self, url: str, *hidden: str, delay: float = 0.0, count: bool = False
+    ) -> None:
         self._client = httpx.AsyncClient(base_url=url, timeout=600, trust_env=False)
         self._hidden = hidden
+        self._delay = delay
+        self._count = count
 
     def app(self) -> Starlette:
         """The ASGI application."""
@@ -276,11 +290,14 @@ class Proxy:
     async def _forward(self, request: Request) -> Response:
         if request.url.path in self._hidden:
             return Response("not for you", 404)
+        if request.url.path.endswith("/completions"):
+            await asyncio.sleep(self._delay)
+        names = ("authorization", "content-type")
         sent = self._client.build_request(
             request.method,
             request.url.path,
-            content=await request.body(),
-            headers={"content-type": "application/json"},
+            content=self._counted(await request.body()),
+            headers={n: v for n, v in request.headers.items() if n in names},
         )
         answer = await self._client.send(sent, stream=True)
         return StreamingResponse(
@@ -288,6 +305,14 @@ class Proxy:
             answer.status_code,
             media_type=answer.headers.get("content-type"),
         )
+
+    def _counted(self, body: bytes) -> bytes:
+        if not self._count or not body:
+            return body
+        content = json.loads(body)
+        first = content["messages"][0]
+        first["content"] = f"{len(content['messages'])} messages: {first['content']}"
+        return json.dumps(content).encode()
 
 
 def _common(left: str, right: str) -> int:

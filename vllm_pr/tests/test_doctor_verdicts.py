@@ -15,12 +15,13 @@ import pytest
 
 from vllm_pr.doctor import remedies, verdicts
 from vllm_pr.doctor.errors import DoctorError
-from vllm_pr.doctor.evidence import Evidence, Server, from_json, to_json
+from vllm_pr.doctor.evidence import EDITED, Evidence, Server, from_json, to_json
 from vllm_pr.doctor.metrics import describe, parse, parse_wanted
 from vllm_pr.doctor.plan import longest_prompt, make_plan, rounds
 from vllm_pr.doctor.verdicts import examine, exit_status
 from vllm_pr.releases import known_releases
 
+APPLY = "vllm-pr apply --python /path/to/python"
 RECORDED = Path(__file__).with_name("doctor_evidence")
 
 
@@ -39,9 +40,10 @@ def names(evidence: Evidence, severity: str) -> set[str]:
         ("stock-0.28.0", {"session-flush"}, set(), 1),
         ("stock-default", {"sparse-retention"}, set(), 1),
         ("changed", set(), set(), 0),
+        ("changed-full", set(), set(), 0),
         ("caching-off", {"caching-off"}, set(), 1),
         ("tiny-pool", {"capacity", "sparse-retention"}, set(), 1),
-        ("template", {"template", "capacity"}, set(), 1),
+        ("template", {"template"}, set(), 1),
     ],
 )
 def test_each_server_has_its_verdict(name, faults, unsure, status):
@@ -134,7 +136,7 @@ def test_resend_misses_with_eagle_on_0_29():
     evidence.server.version, evidence.server.spec_decode = "0.29.0", True
     assert names(evidence, "fault") == {"resend-misses"}
     runs = [remedy.run for remedy in verdicts.resend_misses(evidence).remedy]
-    assert runs[0] == "vllm-pr apply"
+    assert runs[0] == APPLY
     assert any("0.30.0" in run for run in runs)
 
 
@@ -186,27 +188,62 @@ def test_restart_in_the_middle():
 # -- retention, template, short prompts ------------------------------------------------
 
 
-def test_sparse_retention_is_sure_when_the_second_branch_hits():
-    """The interval is not visible, as behind a proxy: the second branch decides."""
+def test_sparse_retention_is_sure_when_the_edit_agrees():
+    """The interval is not visible, as behind a proxy."""
     evidence = recorded("stock-default")
     evidence.server.interval = None
     assert verdicts.sparse_retention(evidence).severity == "fault"
-    evidence.reply("branch off A again").cached_tokens = 0
+    evidence.reply(EDITED).foreign_tokens = 1  # they may have taken its room
+    assert verdicts.sparse_retention(evidence).severity == "unsure"
+    evidence.replies.remove(evidence.reply(EDITED))
     assert verdicts.sparse_retention(evidence).severity == "unsure"
 
 
-def test_dense_checkpoints_that_miss_were_evicted():
-    """The same misses under interval None: the pool had no room for checkpoints."""
-    evidence = recorded("stock-default")
-    evidence.server.interval = "None"
-    assert names(evidence, "fault") == {"checkpoints-evicted"}
+@pytest.mark.parametrize("version", ["0.25.1", "0.28.0"])
+def test_an_edit_tells_a_full_pool_from_a_sparse_interval(version):
+    """Releases that do not tell the interval: the environment may have set it."""
+    evidence = recorded("changed-full")
+    evidence.server.version, evidence.server.interval = version, None
+    assert names(evidence, "fault") == set()
+    assert names(evidence, "note") >= {"healthy", "full-pool"}
+    evidence.reply(EDITED).cached_tokens = 256
+    assert names(evidence, "fault") == {"sparse-retention"}
+    runs = [remedy.run for remedy in verdicts.sparse_retention(evidence).remedy]
+    assert runs[0].startswith("env -u VLLM_PREFIX_CACHE_RETENTION_INTERVAL ")
+
+
+def test_a_full_pool_does_not_excuse_what_should_be_there():
+    """A's end is there however full the pool is; so is A after other sessions."""
+    evidence = recorded("changed-full")
+    evidence.reply(EDITED).cached_tokens = 256
+    assert names(evidence, "unsure") == {"full-pool"}
+    evidence = recorded("changed-full")
+    evidence.switches[-1].cached_after = 256
+    assert names(evidence, "fault") == {"session-flush"}
+    assert verdicts.full_pool(evidence) is None
+
+
+def test_other_clients_fill_the_pool_too():
+    """On changed their requests may take the room of checkpoints, A's end included."""
+    evidence = recorded("changed-full")
+    for reply in evidence.replies:
+        reply.foreign_tokens = 10_000
+    evidence.reply(EDITED).cached_tokens = 256
+    assert names(evidence, "note") >= {"healthy", "full-pool"}
 
 
 def test_branches_that_others_pushed_out_prove_nothing():
     evidence = recorded("stock-default")
-    evidence.traffic.tokens = 50_000
+    for name in verdicts.PARTIAL:
+        evidence.reply(name).foreign_tokens = 50_000
     assert verdicts.sparse_retention(evidence) is None
     assert exit_status(examine(evidence)) == 2
+
+
+def test_later_traffic_does_not_hide_a_lost_branch():
+    evidence = recorded("stock-default")
+    evidence.traffic.tokens = evidence.reply("A after B").foreign_tokens = 50_000
+    assert names(evidence, "fault") == {"sparse-retention"}
 
 
 @pytest.mark.parametrize(
@@ -260,7 +297,10 @@ def test_healthy_needs_every_probe(name):
     missing.replies = [r for r in missing.replies if r.name != name]
     assert exit_status(examine(missing)) != 0
     evidence.reply(name).cached_tokens = 0
-    assert exit_status(examine(evidence)) != 0
+    if name in verdicts.PARTIAL and name != EDITED:
+        assert "full-pool" in names(evidence, "note")
+    else:
+        assert exit_status(examine(evidence)) != 0
 
 
 def test_a_run_that_ended_early_is_no_proof():
@@ -416,12 +456,25 @@ def test_a_build_between_releases_is_treated_as_the_one_before():
     server = Server("u", engine="vllm", version="0.32.1.dev7+g1234567")
     assert remedies.release_of(server).version == "0.32.0"
     assert "the nearest known release, 0.32.0" in remedies.facts_line(server)
+    run = remedies.by_release(server, "session_switch")[0].run
+    assert run == f"{APPLY} --force-release 0.32.0"
+    assert remedies.by_release(server, "session_switch")[1].run.endswith("interval 0")
+
+
+def test_a_local_part_is_the_release_itself():
+    server = Server("u", engine="vllm", version="0.32.0+cpu")
+    assert remedies.by_release(server, "session_switch")[0].run == APPLY
+
+
+def test_upgrade_is_to_a_release_that_keeps_sessions_and_resends():
+    server = Server("u", engine="vllm", version="0.28.0")
+    assert remedies.keep_sessions(server)[-1].run == "pip install 'vllm>=0.30.0'"
 
 
 def test_unknown_versions_still_get_a_remedy():
     for version in (None, "unknown", "0.1.0"):
         server = replace(serving(), version=version)
-        assert remedies.by_release(server, "session_switch")[0].run == "vllm-pr apply"
+        assert remedies.by_release(server, "session_switch")[0].run == APPLY
 
 
 def test_json_of_a_finding_is_plain():
