@@ -281,8 +281,10 @@ class Probes:
         watch, started = Watch(), time.monotonic()
 
         async def poll() -> None:
+            pause = POLL_SECONDS / 8  # soon at first: a short request is seen as well
             while True:
-                await asyncio.sleep(POLL_SECONDS)
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, POLL_SECONDS)
                 seen = await self.api.metrics()
                 line = f"{name}: {time.monotonic() - started:.1f} s"
                 if seen.vllm and seen.usage is not None:

@@ -631,20 +631,21 @@ def full_pool(evidence: Evidence) -> Finding | None:
         return None
     edited = next((reply for reply in misses if reply.name == EDITED), None)
     odd = edited is not None and not foreign_until(evidence, EDITED)
+    second = evidence.reply("branch off A again")
+    learned = second is not None and found(evidence, second)
     return Finding(
         "full-pool",
         "unsure" if odd else "note",
         "The pool is full: a first branch computes again what it shares",
         "Checkpoints are made at every hit alignment, but no block is left that is "
-        "empty, and whole sessions are kept before checkpoints inside them. What is "
-        "asked for again is kept like a session."
-        + " Yet the end of a prompt should have been there."
-        * odd,
+        "empty, and whole sessions are kept before checkpoints inside them."
+        + " A place that was asked for is kept like a session." * learned
+        + " Yet the end of a prompt should have been there." * odd,
         [
             *(_missed(evidence, reply) for reply in misses),
-            *(hit(r) for r in [evidence.reply("branch off A again")] if r),
+            *([hit(second)] if second else []),
             _pool(evidence),
-            *remedies.release_lines(evidence.server),
+            remedies.interval_line(evidence.server),
         ],
         remedies.lasting_checkpoints(evidence.server),
     )

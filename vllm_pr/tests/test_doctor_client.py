@@ -174,19 +174,19 @@ def test_result_file_that_cannot_be_written(tmp_path):
 # -- servers that fail -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("after", [0, 3])
 @pytest.mark.parametrize(
-    ("fail", "says"),
+    ("fail", "after", "says"),
     [
-        ("404", "answers 404 for model 'other-model': no such model"),
-        ("500", "refuses the request (500): out of luck"),
-        ("garbage", "not an event of the OpenAI API"),
-        ("error-event", "the server stopped while the request ran: engine is gone"),
-        ("die", "the server closed the connection while a request ran"),
-        ("hang", "does not answer in time"),
+        ("404", 0, "answers 404 for model 'other-model': no such model"),
+        ("500", 3, "refuses the request (500): out of luck"),
+        ("garbage", 0, "not an event of the OpenAI API"),
+        ("error-event", 3, "the server stopped while the request ran: engine is gone"),
+        ("die", 0, "the server closed the connection while a request ran"),
+        ("die", 3, "the server closed the connection while a request ran"),
+        ("hang", 3, "does not answer in time"),
     ],
 )
-def test_server_that_fails(fail, says, after, tmp_path):
+def test_server_that_fails(fail, after, says, tmp_path):
     engine = OtherEngine(reports=True, fail=fail, fail_after=after)
     with served(engine) as place:
         run = doctor(
