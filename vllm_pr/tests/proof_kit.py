@@ -396,12 +396,19 @@ def planted(fault: str | None) -> Iterator[None]:
     queue = free_block_queue.SegmentedFreeBlockQueue
     mark = free_block_queue.put_on_probation
 
-    def mark_all(manager, request_id, start, end, boundaries):
-        blocks = manager.req_to_blocks[request_id][start:end]
+    def mark_all(manager, request, start, end, boundaries, mask):
+        blocks = [
+            block
+            for i, block in enumerate(
+                manager.req_to_blocks[request.request_id][start:end]
+            )
+            if mask is None or mask[i]
+        ]
         manager.block_pool.free_block_queue.mark_probationary(blocks, [1] * len(blocks))
+        return mask
 
-    def mark_always(manager, request_id, start, end, boundaries, **_):
-        mark(manager, request_id, start, end, ())
+    def mark_always(manager, request, start, end, boundaries, mask):
+        return mark(manager, request, start, end, (), mask)
 
     targets = {
         "one LRU list": (queue, "append_n", FreeKVCacheBlockQueue.append_n),

@@ -234,13 +234,8 @@ class PoolMachine(RuleBasedStateMachine):
         )
         queue = self.pool.free_block_queue
         queue.mark_probationary(self.blocks(blocks[first:]), levels)
-        # A block with no hash stays as it is, whatever its level is said to be.
-        bare = [
-            block
-            for block, fate in zip(blocks[first:], fates, strict=True)
-            if fate is None
-        ]
-        queue.mark_probationary(self.blocks(bare), [3] * len(bare))
+        # The null block is one of a request's blocks too.
+        queue.mark_probationary([self.pool.null_block], [3])
         for i, fate in enumerate(fates, start=first):
             if fate is not None:
                 self.model.add_key(blocks[i], request.block_hashes[i])
@@ -410,9 +405,14 @@ class PoolMachine(RuleBasedStateMachine):
             if (block := self.pool.blocks[i]).block_id not in watched
         ]
         assert ranks == sorted(ranks)
+        head = next(iter(self.model.order()), None)
+        hashed = head is not None and self.pool.blocks[head].block_hash is not None
+        level = (self.model.level[head] or PROTECTED) if hashed else FREE
+        assert self.pool.free_block_queue.eviction_level() == level
 
     @invariant()
     def hash_map_and_levels_agree(self) -> None:
+        assert not self.pool.free_block_queue.is_probationary(self.pool.null_block)
         cached = self.pool.cached_block_hash_to_block
         assert len(cached) == len(self.model.cached)
         for key, ids in self.model.cached.items():
@@ -464,7 +464,7 @@ def _after(method: str, fix: object) -> object:
 
     def wrapped(self, *arguments):
         before = dict(vars(self), _levels=bytearray(self._levels))
-        before["_level_ends"] = list(self._level_ends)
+        before["_ends"] = list(self._ends)
         result = getattr(SegmentedFreeBlockQueue, method)(self, *arguments)
         fix(self, before, *arguments)
         return result
@@ -493,12 +493,31 @@ def _mark_lowest(self, blocks, levels):
     )
 
 
-def _insert_without_back_link(queue, before, block, level):
-    block.next_free_block.prev_free_block = block.prev_free_block
+def _probationary(queue, blocks):
+    return [block for block in blocks if queue.is_probationary(block)]
 
 
-def _insert_uncounted(queue, before, block, level):
-    queue.num_free_blocks -= 1
+def _insert_without_back_link(queue, before, blocks):
+    for block in _probationary(queue, blocks):
+        block.next_free_block.prev_free_block = block.prev_free_block
+
+
+def _insert_uncounted(queue, before, blocks):
+    queue.num_free_blocks -= len(_probationary(queue, blocks))
+
+
+def _insert_behind_the_end(queue, before, blocks):
+    for level, end in enumerate(before["_ends"]):
+        if level and end is not None:
+            queue._ends[level] = end
+
+
+def _keep_free_end(queue, before, *_):
+    queue._ends[0] = before["_ends"][0]
+
+
+def _keep_level_ends(queue, before, *_):
+    queue._ends[1:] = before["_ends"][1:]
 
 
 def _forget_in_place(self, block):
@@ -510,35 +529,28 @@ def _forget_only_free(self, block):
         SegmentedFreeBlockQueue.forget(self, block)
 
 
-def _insert_in_front(self, block, level):
-    ends = list(self._level_ends)
-    SegmentedFreeBlockQueue._insert_probationary(self, block, level)
-    if ends[level - 1] is not None:
-        self._level_ends[level - 1] = ends[level - 1]
-
-
 FAULTS = [
     fault("no segments", append_n=FreeKVCacheBlockQueue.append_n),
     fault("a hit does not promote", promote=lambda self, block: None),
     fault("a lost hash does not requeue", forget=_forget_in_place),
     fault("a lost hash in use keeps its level", forget=_forget_only_free),
     fault("all levels are one", mark_probationary=_mark_lowest),
-    fault("blocks without a hash are marked", mark_probationary=_mark_regardless),
+    fault("the null block is marked", mark_probationary=_mark_regardless),
     fault("popped ends are kept", _drop_popped_ends=lambda self: None),
-    fault("end of a level stays behind", _insert_probationary=_insert_in_front),
-    fault("one link back is missing", _insert_probationary=_after(
-        "_insert_probationary", _insert_without_back_link)),
-    fault("a probationary block is not counted", _insert_probationary=_after(
-        "_insert_probationary", _insert_uncounted)),
+    fault("end of a level stays behind", append_n=_after(
+        "append_n", _insert_behind_the_end)),
+    fault("one link back is missing", append_n=_after(
+        "append_n", _insert_without_back_link)),
+    fault("a probationary block is not counted", append_n=_after(
+        "append_n", _insert_uncounted)),
     fault("end of free is kept by a removal", remove=_after(
-        "remove", _keep("_free_end"))),
+        "remove", _keep_free_end)),
     fault("end of a level is kept by a removal", remove=_after(
-        "remove", _keep("_level_ends"))),
-    fault("end of free is not set", prepend_n=_after(
-        "prepend_n", _keep("_free_end"))),
+        "remove", _keep_level_ends)),
+    fault("end of free is not set", prepend_n=_after("prepend_n", _keep_free_end)),
     fault("reset keeps the levels", reset=_after("reset", _keep("_levels"))),
-    fault("reset keeps the ends", reset=_after(
-        "reset", _keep("_free_end", "_level_ends"))),
+    fault("reset keeps the ends", reset=_after("reset", _keep("_ends"))),
+    fault("the head's level is not told", eviction_level=lambda self: 0),
 ]  # fmt: skip
 
 

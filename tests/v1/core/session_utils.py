@@ -45,7 +45,9 @@ WIDE_WINDOW = [
 class Session:
     """A real KV cache manager, driven through whole prefills."""
 
-    def __init__(self, interval: int | None, groups=DEEPSEEK_V4, num_blocks=20_000):
+    def __init__(
+        self, interval: int | None, groups=DEEPSEEK_V4, num_blocks=20_000, **kwargs
+    ):
         init_none_hash(sha256)
         block_sizes = [group.kv_cache_spec.block_size for group in groups]
         self.manager = KVCacheManager(
@@ -59,6 +61,7 @@ class Session:
             max_in_flight_tokens=CHUNK,
             scheduler_block_size=max(block_sizes),
             hash_block_size=min(block_sizes),
+            **kwargs,
         )
         self.hasher = get_request_block_hasher(min(block_sizes), sha256)
         self.ids = itertools.count()

@@ -3,9 +3,11 @@
 """The segmented free queue, alone and in a block pool."""
 
 import pytest
+import torch
 
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
+from vllm.utils.math_utils import cdiv
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.free_block_queue import (
     NUM_PROBATIONARY_LEVELS,
@@ -18,6 +20,8 @@ from vllm.v1.core.kv_cache_utils import (
     get_request_block_hasher,
     init_none_hash,
 )
+from vllm.v1.core.single_type_kv_cache_manager import SlidingWindowManager
+from vllm.v1.kv_cache_interface import SlidingWindowSpec
 from vllm.v1.request import Request
 
 pytestmark = [pytest.mark.cpu_test, pytest.mark.skip_global_cleanup]
@@ -118,6 +122,16 @@ def test_remove_refuses_a_block_that_is_not_free():
         queue.remove(blocks[0])
 
 
+def test_eviction_level_is_that_of_the_head():
+    queue, _ = make_queue(PROTECTED, 8, FREE, 3)
+    levels = []
+    while queue.num_free_blocks:
+        levels.append(queue.eviction_level())
+        queue.popleft()
+    assert levels == [0, 3, 8, NUM_PROBATIONARY_LEVELS + 1]
+    assert queue.eviction_level() == 0
+
+
 def test_promoted_block_is_freed_as_protected():
     queue, blocks = make_queue(PROTECTED, 4, PROTECTED)
     assert queue.is_probationary(blocks[1])
@@ -182,6 +196,31 @@ def test_level_is_the_highest_of_the_boundaries_that_need_the_block(start, need,
         expected.append(min(max(ranks, default=0), NUM_PROBATIONARY_LEVELS))
     levels = checkpoint_levels(start, end, per_boundary, need, shift)
     assert list(levels) == expected
+
+
+@pytest.mark.parametrize("use_eagle", [False, True])
+@pytest.mark.parametrize("window", [8, 9, 65, 128])
+@pytest.mark.parametrize("start", [0, 5, 40])
+def test_blocks_with_a_level_are_those_that_the_dense_mask_keeps(
+    start, window, use_eagle
+):
+    block_size, alignment, end = 8, 256, 200
+    mask = SlidingWindowManager.reachable_block_mask(
+        start_block=start,
+        end_block=end,
+        alignment_tokens=alignment,
+        kv_cache_spec=SlidingWindowSpec(
+            block_size=block_size,
+            num_kv_heads=1,
+            head_size=64,
+            dtype=torch.bfloat16,
+            sliding_window=window,
+        ),
+        use_eagle=use_eagle,
+    )
+    need = cdiv(window - 1, block_size) + use_eagle
+    levels = checkpoint_levels(start, end, alignment // block_size, need, use_eagle)
+    assert mask == [level > 0 for level in levels]
 
 
 class Pool:

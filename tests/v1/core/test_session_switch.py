@@ -9,7 +9,9 @@ prefill of one long chat pushes every other chat out of a pool that is nearly em
 
 import pytest
 
-from .session_utils import ALIGNMENT, Session, tokens
+from vllm.distributed.kv_events import BlockStored
+
+from .session_utils import ALIGNMENT, CHUNK, Session, tokens
 
 pytestmark = [pytest.mark.cpu_test, pytest.mark.skip_global_cleanup]
 
@@ -42,3 +44,21 @@ def test_system_prompt_survives_the_prefill_of_another():
     session.prefill(system + tokens(4_000_000, 2_500))
     session.prefill(B)
     assert session.prefill(system + tokens(5_000_000, 2_500)) == len(system)
+
+
+def test_prefill_caches_no_checkpoint_that_it_would_evict_again():
+    session = Session(interval=None, num_blocks=6_000, enable_kv_cache_events=True)
+
+    def stored(prompt: list[int]) -> int:
+        session.manager.take_events()
+        session.prefill(prompt)
+        events = session.manager.take_events()
+        return sum(len(e.block_hashes) for e in events if isinstance(e, BlockStored))
+
+    steps = 12 * CHUNK
+    in_one_step_of_an_empty_pool = stored(tokens(6_000_000, CHUNK))
+    session.prefill(A[:steps])
+    assert stored(B[:steps]) < 4 * in_one_step_of_an_empty_pool
+    # Nothing follows the last step: all of its checkpoints are there.
+    fork = steps - 3 * ALIGNMENT
+    assert session.prefill(B[:fork] + tokens(7_000_000, 100)) == fork

@@ -3,11 +3,13 @@
 """Segmented free queue: what is handed out first is what nobody will miss."""
 
 from collections.abc import Sequence
+from itertools import compress
 from typing import TYPE_CHECKING
 
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue, KVCacheBlock
 from vllm.v1.kv_cache_interface import SlidingWindowSpec
+from vllm.v1.request import Request
 
 if TYPE_CHECKING:
     from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
@@ -27,7 +29,7 @@ class SegmentedFreeBlockQueue(FreeKVCacheBlockQueue):
 
     Popping is inherited: the chain itself is in eviction order. The queue adds one
     byte a block, its level (1 and up for probationary blocks, else 0), and the last
-    block of each of the first two segments. Every operation is O(1) per block.
+    block of the first segment and of each level. Every operation is O(1) per block.
 
     A pop does not maintain the segment ends, so an end may be a block that has been
     popped since. Pops are from the head: the segment of such a block is empty, and
@@ -42,28 +44,43 @@ class SegmentedFreeBlockQueue(FreeKVCacheBlockQueue):
         super().__init__(blocks)
         # One more byte than blocks: both fake ends have block ID -1.
         self._levels = bytearray(len(blocks) + 1)
-        self._free_end = blocks[-1] if blocks else self.fake_free_list_head
-        self._level_ends: list[KVCacheBlock | None] = [None] * NUM_PROBATIONARY_LEVELS
+        # Index 0 is the free segment: never None, the fake head if it is empty.
+        self._ends: list[KVCacheBlock | None]
+        self._ends = [self._last_block(), *[None] * NUM_PROBATIONARY_LEVELS]
 
     def mark_probationary(
         self, blocks: Sequence[KVCacheBlock], levels: Sequence[int]
     ) -> None:
-        """Let hashed blocks in use be freed as probationary.
+        """Let blocks in use be freed as probationary.
 
         Args:
-            blocks: Blocks that are not in the queue. Those without a hash stay
-                as they are.
+            blocks: Blocks that are not in the queue, and have a hash by the time
+                they are freed. Null blocks stay as they are.
             levels: Level of each block, 1 to `NUM_PROBATIONARY_LEVELS`; 0 leaves
                 the block protected.
 
         """
-        for block, level in zip(blocks, levels):
-            if level and block.block_hash is not None:
+        for block, level in compress(zip(blocks, levels), levels):
+            if not block.is_null:
                 self._levels[block.block_id] = level
 
     def is_probationary(self, block: KVCacheBlock) -> bool:
         """Whether the block, free or in use, is a checkpoint on probation."""
         return self._levels[block.block_id] != 0
+
+    def eviction_level(self) -> int:
+        """Level of the block that is evicted next.
+
+        Returns:
+            0 while a block without a hash is free (or none at all), and
+            `NUM_PROBATIONARY_LEVELS` + 1 when only protected blocks are left.
+
+        """
+        head = self.fake_free_list_head.next_free_block
+        assert head is not None
+        if head.block_hash is None:
+            return 0
+        return self._levels[head.block_id] or NUM_PROBATIONARY_LEVELS + 1
 
     def promote(self, block: KVCacheBlock) -> None:
         """Let a block that is not in the queue be freed as protected."""
@@ -81,10 +98,7 @@ class SegmentedFreeBlockQueue(FreeKVCacheBlockQueue):
     def reset(self) -> None:
         """Note that no block has a hash any more: all free blocks are equal."""
         self._levels = bytearray(len(self._levels))
-        last_block = self.fake_free_list_tail.prev_free_block
-        assert last_block is not None
-        self._free_end = last_block
-        self._level_ends = [None] * NUM_PROBATIONARY_LEVELS
+        self._ends = [self._last_block(), *[None] * NUM_PROBATIONARY_LEVELS]
 
     def remove(self, block: KVCacheBlock) -> None:
         """Take a block out of the middle of the queue, as on a hit.
@@ -95,14 +109,11 @@ class SegmentedFreeBlockQueue(FreeKVCacheBlockQueue):
         """
         prev_block = block.prev_free_block
         super().remove(block)
-        if block is self._free_end:
+        level = self._levels[block.block_id]
+        if self._ends[level] is block:
             assert prev_block is not None
-            self._free_end = prev_block
-        elif level := self._levels[block.block_id]:
-            if self._level_ends[level - 1] is block:
-                assert prev_block is not None
-                same_level = self._levels[prev_block.block_id] == level
-                self._level_ends[level - 1] = prev_block if same_level else None
+            same_level = self._levels[prev_block.block_id] == level
+            self._ends[level] = prev_block if same_level else None
 
     def append(self, block: KVCacheBlock) -> None:
         """Put a hashed block at the end of its segment."""
@@ -113,13 +124,21 @@ class SegmentedFreeBlockQueue(FreeKVCacheBlockQueue):
         if not blocks:
             return
         self._drop_popped_ends()
-        levels = self._levels
+        levels, ends = self._levels, self._ends
         protected = []
         for block in blocks:
-            if level := levels[block.block_id]:
-                self._insert_probationary(block, level)
-            else:
+            level = levels[block.block_id]
+            if not level:
                 protected.append(block)
+                continue
+            prev_block = ends[level] or self._end_below(level)
+            next_block = prev_block.next_free_block
+            assert next_block is not None
+            prev_block.next_free_block = next_block.prev_free_block = block
+            block.prev_free_block = prev_block
+            block.next_free_block = next_block
+            ends[level] = block
+        self.num_free_blocks += len(blocks) - len(protected)
         super().append_n(protected)
 
     def prepend_n(self, blocks: list[KVCacheBlock]) -> None:
@@ -128,35 +147,24 @@ class SegmentedFreeBlockQueue(FreeKVCacheBlockQueue):
             return
         self._drop_popped_ends()
         super().prepend_n(blocks)
-        if self._free_end is self.fake_free_list_head:
-            self._free_end = blocks[-1]
+        if self._ends[0] is self.fake_free_list_head:
+            self._ends[0] = blocks[-1]
 
-    def _insert_probationary(self, block: KVCacheBlock, level: int) -> None:
-        ends = self._level_ends
-        prev_block = self._free_end
-        for end in reversed(ends[:level]):
-            if end is not None:
-                prev_block = end
-                break
-        next_block = prev_block.next_free_block
-        assert next_block is not None
-        prev_block.next_free_block = next_block.prev_free_block = block
-        block.prev_free_block = prev_block
-        block.next_free_block = next_block
-        ends[level - 1] = block
-        self.num_free_blocks += 1
+    def _last_block(self) -> KVCacheBlock:
+        last_block = self.fake_free_list_tail.prev_free_block
+        assert last_block is not None
+        return last_block
+
+    def _end_below(self, level: int) -> KVCacheBlock:
+        return next(end for end in self._ends[level - 1 :: -1] if end is not None)
 
     def _drop_popped_ends(self) -> None:
-        if self._free_end is not self.fake_free_list_head:
-            if self._free_end.next_free_block is not None:
+        for level, end in enumerate(self._ends):
+            if end is None or end is self.fake_free_list_head:
+                continue
+            if end.next_free_block is not None:
                 return
-            self._free_end = self.fake_free_list_head
-        ends = self._level_ends
-        for i, end in enumerate(ends):
-            if end is not None:
-                if end.next_free_block is not None:
-                    return
-                ends[i] = None
+            self._ends[level] = None if level else self.fake_free_list_head
 
 
 def checkpoint_levels(
@@ -201,25 +209,34 @@ def checkpoint_levels(
 
 def put_on_probation(
     manager: "SingleTypeKVCacheManager",
-    request_id: str,
+    request: Request,
     start_block: int,
     end_block: int,
     reachable_boundaries: Sequence[int],
-) -> None:
+    block_mask: list[bool] | None,
+) -> list[bool] | None:
     """Mark as probationary what interval None caches and interval 0 would not.
+
+    A checkpoint that the same prefill is about to evict again is not cached at all:
+    its level is below the one that is being evicted, and at least as many prompt
+    tokens are still to come as this step has computed.
 
     Args:
         manager: The group's manager. Only a sliding-window group has dense
             checkpoints to mark; others are left alone.
-        request_id: The request whose blocks have just been cached.
+        request: The request whose blocks are about to be cached.
         start_block: First of them, an index into the request's blocks.
         end_block: End of them, exclusive.
         reachable_boundaries: Replay boundaries and junctions, in tokens.
+        block_mask: What interval None caches of them; None means all.
+
+    Returns:
+        What to cache of them, as `block_mask`.
 
     """
     spec = manager.kv_cache_spec
     if not isinstance(spec, SlidingWindowSpec):
-        return
+        return block_mask
     alignment = manager.cache_hit_alignment_tokens
     protected = manager.reachable_block_mask(
         start_block=start_block,
@@ -232,7 +249,7 @@ def put_on_probation(
         dcp_world_size=manager.dcp_world_size,
     )
     if protected is None:
-        return
+        return block_mask
     levels = checkpoint_levels(
         start_block,
         end_block,
@@ -242,7 +259,17 @@ def put_on_probation(
         + manager.use_eagle,
         shift=int(manager.use_eagle),
     )
-    manager.block_pool.free_block_queue.mark_probationary(
-        manager.req_to_blocks[request_id][start_block:end_block],
-        [0 if keep else level for level, keep in zip(levels, protected)],
-    )
+    positions = range(len(levels))
+    for i in compress(positions, protected):
+        levels[i] = 0
+    queue = manager.block_pool.free_block_queue
+    num_blocks_left = request.num_prompt_tokens // manager.block_size - end_block
+    if num_blocks_left >= len(levels) and (evicted := queue.eviction_level()):
+        block_mask = block_mask or [True] * len(levels)
+        for i in compress(positions, levels):
+            if levels[i] < evicted:
+                levels[i] = 0
+                block_mask[i] = False
+    blocks = manager.req_to_blocks[request.request_id][start_block:end_block]
+    queue.mark_probationary(blocks, levels)
+    return block_mask
