@@ -159,9 +159,10 @@ def show(comparison: Comparison, console: Console) -> None:
         "passes on changed only": comparison.won,
         "passes on stock only": comparison.lost,
     }
-    table = Table("tests", *(f"{name}" for name in lists))
-    for column in table.columns[1:]:
-        column.justify = "right"
+    table = Table()
+    table.add_column("tests", no_wrap=True)
+    for name in lists:
+        table.add_column(name, justify="right")
     counts = [Counter(map(_folder, tests)) for tests in lists.values()]
     for folder in sorted(set().union(*counts)):
         table.add_row(folder, *(f"{count[folder]:,}" for count in counts))

@@ -49,7 +49,9 @@ def _write_weights(snapshot: Path, config: dict) -> None:
     """Random weights, the same on every machine."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     torch.manual_seed(0)
     kind = AutoConfig.for_model(**config)
     AutoModelForCausalLM.from_config(kind).save_pretrained(snapshot)

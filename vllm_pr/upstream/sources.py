@@ -27,6 +27,14 @@ _POOL = re.compile(
 )
 _COPIED = ("tests", "examples", "pyproject.toml")
 _REQUIREMENTS = Path(__file__).with_name("requirements.txt")
+# torchvision's library does not load beside this torch; its Python part, which the
+# classes of multi-modal models import, asks for no more than these two declarations.
+_DECLARED = """\
+import torch
+for _name in ("nms", "qnms"):
+    _form = "(Tensor a, Tensor b, float c) -> Tensor"
+    torch.library.define(f"torchvision::{_name}", _form)
+"""
 
 
 @dataclass(frozen=True)
@@ -135,6 +143,8 @@ def _packages() -> Path:
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no output"])[-1]
         raise ValueError(f"cannot install {_REQUIREMENTS.name} of the tests: {last}")
+    vision = target / "torchvision" / "__init__.py"
+    vision.write_text(_DECLARED + vision.read_text(encoding="utf-8"), encoding="utf-8")
     shutil.copy2(_REQUIREMENTS, stamp)
     return target
 
@@ -148,6 +158,7 @@ def _environment(folders: list[str], hub: Path) -> dict[str, str]:
         "PYTHONFAULTHANDLER": "1",
         "OMP_NUM_THREADS": "1",
         "HF_HOME": str(hub),
+        "VLLM_CACHE_ROOT": str(hub.parent / "cache"),
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_TARGET_DEVICE": "cpu",
