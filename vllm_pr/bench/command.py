@@ -75,7 +75,7 @@ class Run:
         if trace is not None:
             workloads.append(trace_workload(trace, requests))
         keywords = _trace_keywords(trace, requests)
-        total = sweep.count_points(workloads, self.full)
+        total = len(sweep.jobs(workloads, self.full))
         with self.progress("hit rates", total) as advance:
             points = sweep.run_sweep(
                 self.workers, workloads, self.full, on_point=advance, **keywords
@@ -165,7 +165,7 @@ class Run:
 
 def bench(
     full: Annotated[
-        bool, typer.Option("--full", help="All pools, settings and models (hours).")
+        bool, typer.Option("--full", help="All pools, settings and models (two hours).")
     ] = False,
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write results here.")

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from vllm_pr.bench.hashing import PieceHasher, merged
-from vllm_pr.bench.workers import CHANGED, STOCK, Workers
+from vllm_pr.bench.workers import CHANGED, STOCK, Job, Workers
 from vllm_pr.bench.workloads import Workload
 from vllm_pr.scenarios import GEOMETRIES, Ask, Geometry
 
@@ -51,18 +51,33 @@ def setting(variant: str, interval: int | None) -> str:
     return f"{variant} {'None' if interval is None else interval}"
 
 
-def settings(full: bool) -> list[tuple[str, int | None]]:
-    """Variants and intervals to measure: stock's all, changed's default or all."""
-    stock = [(STOCK, interval) for interval in INTERVALS]
-    return stock + [
-        (CHANGED, interval) for interval in (INTERVALS if full else (None,))
-    ]
-
-
 def pools(workload: Workload, geometry: str, full: bool) -> list[int]:
     """Pool sizes of a sweep, in blocks."""
     sizes = workload.blocks[geometry]
     return list(sizes) if full else [sizes[index] for index in QUICK_POOLS]
+
+
+def jobs(
+    workloads: Sequence[Workload],
+    full: bool,
+    geometries: Iterable[str] = tuple(GEOMETRIES),
+    **trace: object,
+) -> list[Job]:
+    """What a sweep measures: stock with all intervals, changed at its default.
+
+    On the smallest pool of each workload, or with ``full`` on all of them, changed with
+    every interval too: it must equal stock.
+    """
+    found: list[Job] = []
+    for workload in workloads:
+        for groups in geometries:
+            for index, blocks in enumerate(pools(workload, groups, full)):
+                place = {"workload": workload.name, "groups": groups, "blocks": blocks}
+                place |= trace if workload.name == "trace" else {}
+                changed = INTERVALS if full or index == 0 else (None,)
+                for variant, intervals in ((STOCK, INTERVALS), (CHANGED, changed)):
+                    found += [(variant, {**place, "interval": i}) for i in intervals]
+    return found
 
 
 def upper_bound(asks: Iterable[Ask], geometry: Geometry) -> float:
@@ -99,7 +114,7 @@ def run_sweep(
     Args:
         workers: the processes that measure.
         workloads: what to serve.
-        full: all pools and settings, or some.
+        full: as for `jobs`.
         geometries: names of the geometries.
         on_point: called after each point.
         **trace: ``trace`` and ``requests``, where the trace is among the workloads.
@@ -112,22 +127,7 @@ def run_sweep(
         for workload in workloads
         for groups in geometries
     }
-    jobs = [
-        (
-            variant,
-            {
-                "workload": workload.name,
-                "groups": groups,
-                "blocks": blocks,
-                "interval": interval,
-                **(trace if workload.name == "trace" else {}),
-            },
-        )
-        for workload in workloads
-        for groups in geometries
-        for blocks in pools(workload, groups, full)
-        for variant, interval in settings(full)
-    ]
+    planned = jobs(workloads, full, geometries, **trace)
     points = [
         Point(
             keywords["workload"],
@@ -138,9 +138,9 @@ def run_sweep(
             hit_rate,
             bounds[keywords["workload"], keywords["groups"]],
         )
-        for (variant, keywords), hit_rate in workers.run_all("hits", jobs, on_point)
+        for (variant, keywords), hit_rate in workers.run_all("hits", planned, on_point)
     ]
-    position = {_identity(job): index for index, job in enumerate(jobs)}
+    position = {_identity(job): index for index, job in enumerate(planned)}
     return sorted(points, key=lambda p: position[p.variant, *p.place, p.interval])
 
 
@@ -153,12 +153,6 @@ def _identity(job: tuple[str, dict]) -> tuple:
         keywords["blocks"],
         keywords["interval"],
     )
-
-
-def count_points(workloads: Sequence[Workload], full: bool, geometries: int = 2) -> int:
-    """How many points a sweep has."""
-    sizes = 6 if full else len(QUICK_POOLS)
-    return len(workloads) * geometries * sizes * len(settings(full))
 
 
 def summed_up(points: Sequence[Point]) -> list[str]:
