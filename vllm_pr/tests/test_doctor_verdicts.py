@@ -105,8 +105,20 @@ def test_a_loss_without_room_is_capacity():
     evidence = recorded("tiny-pool")
     finding = verdicts.capacity(evidence)
     assert finding.severity == "fault"
+    evidence.switches[-1].foreign_tokens = 1
+    assert verdicts.capacity(evidence).severity == "unsure"
+    evidence.switches[-1].foreign_tokens = 0
     evidence.plan.target_tokens *= 10
     assert verdicts.capacity(evidence).severity == "unsure"
+
+
+def test_what_the_doctor_itself_pushed_out_is_no_capacity_fault():
+    """Its edits and branches took A's room; sessions as planned all survived."""
+    evidence = recorded("tiny-pool")
+    assert any(map(verdicts.lost, evidence.switches[:-1]))
+    evidence.switches[-1].cached_after = evidence.switches[-1].cached_before
+    assert names(evidence, "fault") == {"sparse-retention"}
+    assert names(evidence, "unsure") == set()
 
 
 def test_nothing_is_lost_without_a_figure():
@@ -221,6 +233,15 @@ def test_a_full_pool_does_not_excuse_what_should_be_there():
     evidence.switches[-1].cached_after = 256
     assert names(evidence, "fault") == {"session-flush"}
     assert verdicts.full_pool(evidence) is None
+
+
+@pytest.mark.parametrize("cached", [0, 1056])
+def test_a_full_pool_keeps_what_was_asked_for(cached):
+    """Not before 0.26: then it does not say so."""
+    evidence = recorded("changed-full")
+    evidence.reply("branch off A again").cached_tokens = cached
+    text = verdicts.full_pool(evidence).text
+    assert ("asked for" in text) is (cached > 0)
 
 
 def test_other_clients_fill_the_pool_too():
