@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The console script ``vllm-pr``."""
 
+import sys
+
 import typer
 
 from vllm_pr.bench.command import bench
@@ -10,6 +12,7 @@ from vllm_pr.lint_upstream import lint_upstream
 from vllm_pr.matrix import matrix
 from vllm_pr.newest import newest
 from vllm_pr.patching import commands as patching
+from vllm_pr.patching.errors import PatchError
 from vllm_pr.prove import prove
 from vllm_pr.upstream.command import upstream
 
@@ -28,13 +31,9 @@ app.command()(upstream)
 @app.command()
 def sdist(release: str) -> None:
     """Print the folder of a release's source tree (fetched when it is not there)."""
-    from vllm_pr.releases import ReleaseError, sdist_tree
+    from vllm_pr.releases import sdist_tree
 
-    try:
-        print(sdist_tree(release))
-    except ReleaseError as error:
-        typer.echo(f"vllm-pr: {error}", err=True)
-        raise typer.Exit(2) from None
+    print(sdist_tree(release))
 
 
 @app.callback()
@@ -43,4 +42,9 @@ def _root() -> None:
 
 
 def main() -> None:
-    app()
+    """Run the command line; what a user did wrong is told without a traceback."""
+    try:
+        app()
+    except PatchError as error:
+        typer.echo(f"vllm-pr: {error}", err=True)
+        sys.exit(2)
