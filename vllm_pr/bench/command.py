@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``vllm-pr bench``: run the benchmarks, print tables, write JSON and plots."""
 
+import itertools
 import json
 import os
 from collections.abc import Iterator
@@ -150,7 +151,12 @@ class Run:
 
     @contextmanager
     def progress(self, what: str, total: int) -> Iterator[Any]:
-        """A progress bar; yields what advances it."""
+        """A progress bar, or lines where none can be drawn; yields what advances it."""
+        console = Console(stderr=True)
+        if not console.is_terminal:
+            done = itertools.count(1)
+            yield lambda: _print_tenths(console, what, next(done), total)
+            return
         columns = (
             SpinnerColumn(),
             TextColumn("{task.description}"),
@@ -158,7 +164,7 @@ class Run:
             TextColumn("{task.completed}/{task.total}"),
             TimeElapsedColumn(),
         )
-        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        with Progress(*columns, console=console, transient=True) as bar:
             task = bar.add_task(what, total=total)
             yield lambda: bar.advance(task)
 
@@ -233,6 +239,11 @@ def bench(
     _sum_up(run.console, run.results)
     if json_file:
         json_file.write_text(json.dumps(asdict(run.results), indent=1) + "\n")
+
+
+def _print_tenths(console: Console, what: str, done: int, total: int) -> None:
+    if 10 * done // total > 10 * (done - 1) // total:
+        console.print(f"{what}: {done} of {total}", highlight=False)
 
 
 def _trace_keywords(trace: Path | None, requests: int) -> dict[str, Any]:

@@ -68,5 +68,8 @@ def _panel(panel: plt.Axes, points: Sequence[Point]) -> None:
         )
     panel.axhline(points[0].bound, color="black", linestyle="--", label="bound")
     panel.set_xscale("log")
+    panel.minorticks_off()
+    sizes = sorted({point.blocks for point in points})
+    panel.set_xticks(sizes, [f"{size / 1000:g}k" for size in sizes])
     panel.set_xlabel("pool, blocks")
     panel.grid(alpha=0.3)
