@@ -107,9 +107,7 @@ class Run:
                 costs.append(cost.measure_cost(self.workers, plan))
                 advance()
             self.results.queue = cost.measure_queues(self.workers, self.full, advance)
-            for row in cost.measure_events(self.workers):
-                self.results.events.append(row)
-                advance()
+            self.results.events = cost.measure_events(self.workers, advance)
         self.results.cost = [asdict(one) for one in costs]
         self.results.below_aims += cost.queues_above_aims(self.results.queue)
         for one in costs:

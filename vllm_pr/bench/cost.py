@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Cost of the change: both variants in turn, step by step, in one run."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import islice
@@ -212,26 +212,23 @@ def queues_above_aims(rows: Sequence[dict[str, Any]]) -> list[str]:
     ]
 
 
-def measure_events(workers: Workers) -> Iterator[dict[str, Any]]:
+def measure_events(
+    workers: Workers, done: Callable[[], None] = lambda: None
+) -> list[dict[str, Any]]:
     """KV events per 1,000 prompt tokens of two workloads."""
-    for workload in ("session_switch", "short_chats"):
-        for groups, blocks in ((DEEPSEEK_V4_FLASH.name, 12_000), (GEMMA.name, 24_000)):
-            for side, (variant, keywords) in _CACHING.items():
-                counts = workers.run(
-                    variant,
-                    "events",
-                    workload=workload,
-                    groups=groups,
-                    blocks=blocks,
-                    interval=keywords["interval"],
-                )
-                yield {
-                    "workload": workload,
-                    "groups": groups,
-                    "blocks": blocks,
-                    "setting": side,
-                    **counts,
-                }
+    pools = ((DEEPSEEK_V4_FLASH.name, 12_000), (GEMMA.name, 24_000))
+    rows = [
+        {"workload": workload, "groups": groups, "blocks": blocks, "setting": side}
+        for workload in ("session_switch", "short_chats")
+        for groups, blocks in pools
+        for side in _CACHING
+    ]
+    for row in rows:
+        variant, keywords = _CACHING[row["setting"]]
+        place = {name: row[name] for name in ("workload", "groups", "blocks")}
+        row |= workers.run(variant, "events", **place, interval=keywords["interval"])
+        done()
+    return rows
 
 
 def measure_memory(workers: Workers, blocks: int = 1_000_000) -> dict[str, float]:
