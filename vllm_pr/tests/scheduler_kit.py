@@ -64,6 +64,7 @@ class Setup:
         interval: retention interval in tokens, None, or ``DEFAULT``.
         asynchronous: schedule a step while the one before is in flight.
         connector: keyword arguments of ``KVTransferConfig``, or None.
+        chunked: whether a prompt may be prefilled in several steps.
         events: keyword arguments of ``KVEventsConfig``, or None.
         step_tokens: most tokens of a step.
         sequences: most requests that run at once.
@@ -75,6 +76,7 @@ class Setup:
     asynchronous: bool = False
     connector: dict[str, Any] | None = field(default=None, hash=False)
     events: dict[str, Any] | None = field(default=None, hash=False)
+    chunked: bool = True
     step_tokens: int = 128
     sequences: int = 6
     max_model_len: int = 4096
@@ -94,6 +96,8 @@ def make_scheduler(setup: Setup) -> Scheduler:
             max_num_scheduled_tokens=setup.step_tokens,
             max_num_seqs=setup.sequences,
             async_scheduling=setup.asynchronous,
+            enable_chunked_prefill=setup.chunked,
+            disable_hybrid_kv_cache_manager=len(setup.geometry.groups) == 1,
             watermark=0.0,
         ),
         cache_config=dict(
@@ -170,6 +174,11 @@ class Row:
             self.prefixes.append(hash((before, token)))
 
 
+def next_token(row: Row) -> int:
+    """What the model samples: it depends on all that was before."""
+    return row.prefixes[-1] % 100_000
+
+
 class WrongContent(AssertionError):
     """A slot that a step reads does not hold what the request needs."""
 
@@ -182,7 +191,7 @@ class Worker:
         self.rows: dict[str, Row] = {}
         self.memory: dict[int, dict[tuple[int, int], int]] = {}
         self.counts: Counter = Counter()
-        self.offload: OffloadEngine | None = None
+        self.offload: Any = None
 
     def execute(self, step: Any) -> ModelRunnerOutput:
         """Run one step and sample a token where a prompt is complete."""
@@ -199,16 +208,26 @@ class Worker:
         }
         cached = step.scheduled_cached_reqs
         starts |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        invalid = connector_output.invalid_block_ids if connector_output else set()
         for name in names:
+            if self.touches(name, invalid):
+                sampled.append([])  # what a failed load makes of it is not used
+                continue
             sampled.append(
                 self._forward(name, starts[name], step.num_scheduled_tokens[name])
             )
+        if self.offload is not None:
+            self.offload.end(step)
         return ModelRunnerOutput(
             req_ids=names,
             req_id_to_index={name: i for i, name in enumerate(names)},
             sampled_token_ids=sampled,
             kv_connector_output=connector_output or None,
         )
+
+    def touches(self, name: str, blocks: set[int]) -> bool:
+        """Whether a request has one of these blocks."""
+        return any(not blocks.isdisjoint(table) for table in self.rows[name].tables)
 
     def _learn(self, step: Any) -> None:
         """Bring the block tables up to date."""
@@ -242,7 +261,7 @@ class Worker:
         self.counts["tokens"] += count
         if end < len(row.tokens):
             return []
-        token = row.prefixes[-1] % 100_000
+        token = next_token(row)
         row.extend([token])
         return [token]
 
@@ -270,57 +289,72 @@ class Worker:
 
 
 class OffloadEngine:
-    """The copies of `SimpleCPUOffloadConnector`: they read as late as they may.
+    """The copies of `SimpleCPUOffloadConnector`, at the worst times allowed.
 
-    A store or load that a step starts is carried out some steps later, in order, just
-    before it is reported. Whatever happened to its blocks meanwhile shows.
+    A load writes as soon as its step is scheduled, ahead of steps still in flight. A
+    store reads some steps later, just before it is reported, and must find what its
+    blocks held when its step ended.
     """
 
     def __init__(self, worker: Worker, delay: int) -> None:
         self.worker = worker
         self.delay = delay
         self.host: dict[int, dict] = {}
-        self.queue: deque[tuple[int, str, int, list[int], list[int]]] = deque()
-        self.requests: dict[int, list[str]] = {}
+        self.queue: deque[Copy] = deque()
         self.clock = 0
-        self.stored: list[tuple[int, int]] = []
-        self.loaded: list[tuple[int, int]] = []
+        self.counts: Counter = Counter()
+        self.log: list[tuple] = []  # what was copied, in order
+
+    def scheduled(self, step: Any) -> None:
+        """Carry out the loads of a step that has just been scheduled."""
+        meta = step.kv_connector_metadata
+        for target, source in zip(meta.load_gpu_blocks, meta.load_cpu_blocks):
+            self.worker.memory[target] = dict(self.host[source])
+        self.counts["blocks loaded"] += len(meta.load_gpu_blocks)
+        self.log += [
+            (kind, *pair)
+            for kind, *sides in (
+                ("load", meta.load_gpu_blocks, meta.load_cpu_blocks),
+                ("store", meta.store_gpu_blocks, meta.store_cpu_blocks),
+            )
+            for pair in zip(*sides, strict=True)
+        ]
 
     def begin(self, step: Any) -> KVConnectorOutput | None:
-        """Take up what a step wants copied; carry out and report what is due."""
+        """Take up what a step wants copied; report what is due."""
         self.clock += 1
-        meta = step.kv_connector_metadata
-        if meta is not None:
-            due = self.clock + self.delay
-            if meta.load_event >= 0:
-                load = meta.load_gpu_blocks, meta.load_cpu_blocks
-                self.queue.append((due, "load", meta.load_event, *load))
-                self.requests[meta.load_event] = meta.load_event_to_reqs[
-                    meta.load_event
-                ]
-            if meta.store_event >= 0:
-                store = meta.store_gpu_blocks, meta.store_cpu_blocks
-                self.queue.append((due, "store", meta.store_event, *store))
-            if meta.need_flush:
-                return self._finish(len(self.queue))
-        return self._finish(sum(due <= self.clock for due, *_ in self.queue))
+        meta, due = step.kv_connector_metadata, self.clock + self.delay
+        if meta.load_event >= 0:
+            requests = meta.load_event_to_reqs[meta.load_event]
+            self.queue.append(Copy(due, meta.load_event, requests=requests))
+        done = [copy for copy in self.queue if copy.due <= self.clock]
+        if meta.need_flush:
+            done = list(self.queue)
+        if meta.store_event >= 0:
+            pairs = list(zip(meta.store_gpu_blocks, meta.store_cpu_blocks, strict=True))
+            self.queue.append(Copy(due, meta.store_event, pairs))
+        return self._report(done)
 
-    def _finish(self, count: int) -> KVConnectorOutput | None:
-        received, stores = set(), {}
+    def end(self, step: Any) -> None:
+        """Note what the blocks of a step's stores hold."""
         memory = self.worker.memory
-        for _ in range(count):
-            _, what, event, gpu, cpu = self.queue.popleft()
-            pairs = list(zip(gpu, cpu, strict=True))
-            if what == "store":
-                for source, target in pairs:
-                    self.host[target] = dict(memory[source])
-                self.stored += pairs
-                stores[event] = 1
-            else:
-                for target, source in pairs:
-                    memory[target] = dict(self.host[source])
-                self.loaded += pairs
-                received.update(self.requests.pop(event))
+        for copy in self.queue:
+            if copy.held is None:
+                copy.held = [dict(memory[source]) for source, _ in copy.pairs]
+
+    def _report(self, done: list["Copy"]) -> KVConnectorOutput | None:
+        received, stores = set(), {}
+        for copy in done:
+            self.queue.remove(copy)
+            if copy.requests:
+                received.update(copy.requests)
+                continue
+            stores[copy.event] = 1
+            for (source, target), held in zip(copy.pairs, copy.held, strict=True):
+                if self.worker.memory[source] != held:
+                    raise WrongContent(f"block {source} was reused while being copied")
+                self.host[target] = held
+            self.counts["blocks stored"] += len(copy.pairs)
         if not received and not stores:
             return None
         return KVConnectorOutput(
@@ -329,6 +363,25 @@ class OffloadEngine:
             if stores
             else None,
         )
+
+
+@dataclass(eq=False)
+class Copy:
+    """A store or a load on its way.
+
+    Attributes:
+        due: when it is reported.
+        event: its number.
+        pairs: GPU and host block of each block stored.
+        requests: those that wait for a load.
+        held: what the blocks to store hold.
+    """
+
+    due: int
+    event: int
+    pairs: Sequence[tuple[int, int]] = ()
+    requests: Sequence[str] = ()
+    held: list[dict] | None = None
 
 
 class Engine:
@@ -350,7 +403,7 @@ class Engine:
         self.hasher = kv_cache_utils.get_request_block_hasher(hash_block, sha256)
         self.in_flight: deque = deque()
         self.counts: Counter = Counter()
-        self.prompts: dict[str, int] = {}
+        self.prompts: dict[str, Sequence[int]] = {}
         self.cached: dict[str, int] = {}
         self.outputs: dict[str, list[int]] = {}
         self.ids = itertools.count()
@@ -372,7 +425,7 @@ class Engine:
             pooling_params=None,
             block_hasher=self.hasher,
         )
-        self.prompts[name] = len(prompt)
+        self.prompts[name] = prompt
         self.outputs[name] = []
         self.scheduler.add_request(request)
         return name
@@ -382,6 +435,8 @@ class Engine:
         step = self.scheduler.schedule()
         self.in_flight.append(step)
         self.counts["steps"] += 1
+        if self.worker.offload is not None:
+            self.worker.offload.scheduled(step)
         for new in step.scheduled_new_reqs:
             self.cached.setdefault(new.req_id, new.num_computed_tokens)
         if len(self.in_flight) > self.setup.asynchronous:
@@ -405,16 +460,37 @@ class Engine:
     def abort(self, name: str) -> None:
         self.scheduler.finish_requests([name], RequestStatus.FINISHED_ABORTED)
         self.counts["aborted"] += 1
+        self.counts["deferred frees"] += bool(self.scheduler.deferred_frees)
 
     def reset(self, running: bool) -> bool:
         """``reset_prefix_cache``, with or without the requests that run."""
-        done = self.scheduler.reset_prefix_cache(reset_running_requests=running)
+        try:
+            done = self.scheduler.reset_prefix_cache(reset_running_requests=running)
+        except RuntimeError:
+            # Requests are preempted, but copies or steps in flight hold blocks.
+            assert running and (self.worker.offload or self.scheduler.deferred_frees)
+            done = False
         self.counts[f"reset {'with' if running else 'without'} running: {done}"] += 1
         return done
 
+    def evict(self, blocks: set[int]) -> None:
+        """What a failed load does: no hash of these blocks may be hit again."""
+        self.scheduler.kv_cache_manager.evict_blocks(blocks)
+        for block in blocks:
+            assert self.pool.blocks[block].block_hash is None
+        self.counts["evicted"] += len(blocks)
+
     def check(self) -> None:
-        """No block leaked, none free and held at once."""
+        """No block leaked, none free and held at once, all free ones in order."""
         check_pool(self.pool)
+        queue = self.pool.free_block_queue
+        if hasattr(queue, "is_probationary"):
+            free = queue.get_all_free_blocks()
+            classes = [
+                0 if block.block_hash is None else 2 - queue.is_probationary(block)
+                for block in free
+            ]
+            assert classes == sorted(classes), "a block that is missed goes too early"
         held = self.holders()
         for block in self.pool.blocks:
             if not block.is_null:
@@ -428,7 +504,6 @@ class Engine:
             held.update(block.block_id for block in blocks)
         for _, blocks in self.scheduler.deferred_frees:
             held.update(block.block_id for block in blocks)
-        self.counts["deferred frees"] += bool(self.scheduler.deferred_frees)
         for step in self.in_flight:
             for copy in step.kv_cache_block_copies or ():
                 held.update([copy.src_block_id, copy.dst_block_id])
@@ -453,11 +528,18 @@ class Engine:
                 break
             self.step()
         assert not self.scheduler.requests, "a request does not end"
-        for _ in range(2 * self.copy_steps + 2):
+        for _ in range(1_000):  # a lazy offload goes on copying
+            if self.pool.get_num_free_blocks() == self.pool.num_gpu_blocks - 1:
+                break
             self.step()
         self.settle()
         self.check()
         assert self.pool.get_num_free_blocks() == self.pool.num_gpu_blocks - 1
+        for name, prompt in self.prompts.items():
+            row = Row(prompt, ())
+            for token in self.outputs[name]:
+                assert token == next_token(row), f"{name} got a wrong token"
+                row.extend([token])
 
 
 def run_random(
@@ -466,6 +548,7 @@ def run_random(
     requests: int,
     aborts: float = 0.02,
     resets: float = 0.01,
+    evictions: float = 0.0,
 ) -> None:
     """Requests of random sessions at random times, aborts and resets in between.
 
@@ -475,6 +558,7 @@ def run_random(
         requests: number of requests.
         aborts: chance of an abort in a step.
         resets: chance of a ``reset_prefix_cache`` in a step.
+        evictions: chance that some blocks, free or in use, are evicted in a step.
     """
     rng = random.Random(f"arrivals {seed}")
     unit = block_sizes(engine.setup.geometry)[0]
@@ -495,6 +579,8 @@ def run_random(
                 engine.abort(name)
         if rng.random() < resets:
             engine.reset(running=rng.random() < 0.5)
+        if rng.random() < evictions:
+            engine.evict(set(rng.sample(range(1, engine.pool.num_gpu_blocks), 5)))
         engine.step()
     engine.drain()
 

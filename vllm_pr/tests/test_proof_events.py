@@ -139,7 +139,7 @@ def count_events(geometry: str, interval, units: int) -> dict[str, float]:
     )
     run_random(engine, seed=5, requests=60, aborts=0, resets=0)
     counts = engine.scheduler.kv_event_publisher.counts
-    thousands = sum(engine.prompts.values()) / 1000
+    thousands = sum(map(len, engine.prompts.values())) / 1000
     return {kind: round(counts[kind] / thousands, 2) for kind in KINDS}
 
 
