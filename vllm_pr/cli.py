@@ -13,6 +13,7 @@ from vllm_pr.matrix import matrix
 from vllm_pr.newest import newest
 from vllm_pr.patching import commands as patching
 from vllm_pr.patching.errors import PatchError
+from vllm_pr.proof import proof
 from vllm_pr.prove import prove
 from vllm_pr.upstream.command import upstream
 
@@ -21,6 +22,7 @@ patching.register(app)
 app.command()(bench)
 app.command()(demo)
 app.command()(prove)
+app.command()(proof)
 app.command()(doctor)
 app.command()(matrix)
 app.command()(lint_upstream)

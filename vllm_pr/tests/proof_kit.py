@@ -183,7 +183,8 @@ class Found:
         cached: prompt tokens served from the cache.
         needs: names of the cached blocks without which the hit would be shorter.
         changes: what happened to the hash map since the request before began:
-            "cached", "evicted" or "evicted on probation", and a name.
+            "cached", "evicted", "evicted on probation" or "not cached on probation",
+            and a name.
         blocks: digest of the IDs of all blocks that the request was handed.
     """
 
@@ -211,11 +212,13 @@ class Serving:
         from vllm_pr.driver import block_sizes
 
         unit = block_sizes(self.cache.geometry)[0]
-        for step in workload(self.case.seed, self.case.requests, unit, self.case.moves):
-            running = [self._serve(step, i) for i in range(len(step.prompts))]
-            while running:
-                running = [one for one in running if next(one, None) is not None]
-            check_pools(self.cache)
+        steps = workload(self.case.seed, self.case.requests, unit, self.case.moves)
+        with self._watch_skipped():
+            for step in steps:
+                running = [self._serve(step, i) for i in range(len(step.prompts))]
+                while running:
+                    running = [one for one in running if next(one, None) is not None]
+                check_pools(self.cache)
         if hasattr(self.cache, "settle"):
             self.cache.settle()
         assert not any(map(used_blocks, pools_of(self.cache)))
@@ -289,6 +292,38 @@ class Serving:
             return block
 
         hash_map.insert, hash_map.pop = watched_insert, watched_pop
+
+    @contextmanager
+    def _watch_skipped(self) -> Iterator[None]:
+        """Note the checkpoints that are not cached, as they would go at once."""
+        from vllm.v1.core import kv_cache_utils, single_type_kv_cache_manager
+
+        mark = getattr(single_type_kv_cache_manager, "put_on_probation", None)
+        if mark is None:  # stock
+            yield
+            return
+
+        def watched(manager, request, start, end, boundaries, mask):
+            before = [True] * (end - start) if mask is None else list(mask)
+            after = mark(manager, request, start, end, boundaries, mask)
+            hashes = kv_cache_utils.resolve_block_hashes(
+                request.block_hashes,
+                manager.block_pool.hash_block_size,
+                manager.block_size,
+            )
+            for i, (wanted, kept) in enumerate(zip(before, after or before)):
+                if wanted and not kept:
+                    key = kv_cache_utils.make_block_hash_with_group_id(
+                        hashes[start + i], manager.kv_cache_group_id
+                    )
+                    self.changes.append(("not cached on probation", name(key)))
+            return after
+
+        single_type_kv_cache_manager.put_on_probation = watched
+        try:
+            yield
+        finally:
+            single_type_kv_cache_manager.put_on_probation = mark
 
 
 def name(key: bytes) -> str:

@@ -126,12 +126,15 @@ def first_difference(one: list[Found], other: list[Found]) -> int | None:
     return next((i for i, (a, b) in enumerate(pairs) if a != b), None)
 
 
+CHANGE = {"cached": 1, "evicted": -1, "evicted on probation": -1}
+
+
 def losses(stock: list[Found], changed: list[Found], request: int) -> Counter:
     """How changed lost what stock's hit of a request needs and changed has not."""
     copies, last = Counter(), {}
     for row in changed[: request + 1]:
         for how, block in row.changes:
-            copies[block] += 1 if how == "cached" else -1
+            copies[block] += CHANGE.get(how, 0)
             last[block] = how
     needed = stock[request].needs
     return Counter(last.get(b, "never cached") for b in needed if copies[b] < 1)
@@ -143,7 +146,7 @@ def unexplained(stock: list[Found], changed: list[Found]) -> str | None:
     if request is None or changed[request].cached > stock[request].cached:
         return None
     lost = losses(stock, changed, request)
-    if set(lost) == {"evicted on probation"}:
+    if lost and set(lost) <= {"evicted on probation", "not cached on probation"}:
         return None
     return f"request {request}, {stock[request]}: {dict(lost)}"
 
