@@ -244,6 +244,18 @@ def test_a_full_pool_keeps_what_was_asked_for(cached):
     assert ("asked for" in text) is (cached > 0)
 
 
+def test_what_every_prompt_begins_with_is_no_hit():
+    """The template's 256 tokens hit on A as well: they say nothing about an edit."""
+    evidence = recorded("stock-default")
+    evidence.server.interval = None
+    edited = evidence.reply(EDITED)
+    edited.shared_tokens = 400
+    assert edited.cached_tokens == evidence.reply("A").cached_tokens == 256
+    assert verdicts.dense_checkpoints(evidence) is False
+    edited.shared_tokens = 260
+    assert verdicts.dense_checkpoints(evidence) is None
+
+
 def test_other_clients_fill_the_pool_too():
     """On changed their requests may take the room of checkpoints, A's end included."""
     evidence = recorded("changed-full")
