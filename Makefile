@@ -42,7 +42,7 @@ bench-full: setup ## the same with all points
 	@$(RUN) bench --full
 
 lint: setup ## our own checks
-	@.venv/bin/ruff check . && .venv/bin/ruff format --check .
+	@.venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/typos
 
 lint-upstream: setup ## upstream's own checks on the changed 0.33.0 tree
 	@$(RUN) lint-upstream

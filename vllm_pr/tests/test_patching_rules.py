@@ -221,7 +221,7 @@ def test_a_whole_file_of_rules_for_some_releases(tmp_path):
         ),
         ("in: touch\nmatch: f()\nreplace: g()", "matches 0 places"),
         ("rule: {kind: no_such}\nreplace: x", "ast-grep: .*no_such"),
-        ("rule: {patern: x}\nreplace: x", "ast-grep: .*patern"),
+        ("rule: {patrn: x}\nreplace: x", "ast-grep: .*patrn"),
         ("in: Pool\nlines: nowhere\nafter: x", "'lines' matches 0 places"),
         ("in: touch\nlines: x\nafter: x", "has no docstring"),
         ("match: block\nafter: x", r"matches \d+ places"),
