@@ -72,9 +72,10 @@ class Run:
         from vllm_pr.bench.trace import trace_workload
         from vllm_pr.bench.workloads import WORKLOADS
 
-        workloads = [WORKLOADS[name] for name in names]
+        served = dict(WORKLOADS)
         if trace is not None:
-            workloads.append(trace_workload(trace, requests))
+            served["trace"] = trace_workload(trace, requests)
+        workloads = [served[name] for name in names]
         keywords = _trace_keywords(trace, requests)
         total = len(sweep.jobs(workloads, self.full))
         with self.progress("hit rates", total) as advance:
@@ -189,7 +190,8 @@ def bench(
     workload: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="NAME", help="Hit rates of this workload; may be repeated."
+            metavar="NAME",
+            help="Hit rates of this workload, or of the trace; may be repeated.",
         ),
     ] = None,
     plots: Annotated[
@@ -216,9 +218,10 @@ def bench(
     from vllm_pr.patching.errors import PatchError
 
     parts = only or list(Part)
-    names = list(WORKLOADS) if workload is None else workload
-    if unknown := [name for name in names if name not in WORKLOADS]:
-        _refuse(f"no workload {unknown[0]!r}: there is {', '.join(WORKLOADS)}")
+    known = [*WORKLOADS, *(["trace"] if trace else [])]
+    names = workload or known
+    if unknown := [name for name in names if name not in known]:
+        _refuse(f"no workload {unknown[0]!r}: there is {', '.join(known)}")
     if json_file and not json_file.parent.is_dir():
         _refuse(f"--json {json_file}: no folder {json_file.parent}")
     try:
