@@ -22,6 +22,7 @@ from rich.progress import (
 )
 
 TRACE_REQUESTS = 600
+PLAIN_WIDTH = 130  # of a table, where there is no terminal
 COST_REQUESTS = 300  # of the trace, where its cost is measured
 
 
@@ -88,7 +89,7 @@ class Run:
         for table in report.hit_tables(points):
             self.console.print(table)
         for path in write_plots(points, plots):
-            self.console.print(f"plot: {path}")
+            self.console.print(f"plot: {path}", soft_wrap=True)
 
     def cost(self, trace: Path | None, requests: int) -> None:
         """What it costs."""
@@ -225,7 +226,10 @@ def bench(
     if json_file and not json_file.parent.is_dir():
         _refuse(f"--json {json_file}: no folder {json_file.parent}")
     try:
-        run = Run(full, jobs, Console())
+        console = Console()
+        if not console.is_terminal:
+            console.width = PLAIN_WIDTH
+        run = Run(full, jobs, console)
         with run.workers:
             if Part.HITS in parts:
                 run.hits(names, trace, trace_requests, plots or _default_plots())
@@ -259,16 +263,17 @@ def _default_plots() -> Path:
 
 def _sum_up(console: Console, results: Results) -> None:
     for line in results.summary:
-        console.print(line, markup=False, highlight=False)
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
     below = results.below_aims
     if not below:
         console.print("every point meets the aims")
         return
     console.print(f"{len(below)} below the aims:")
     for line in below:
-        console.print(f"  {line}", markup=False, highlight=False)
+        console.print(f"  {line}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _refuse(message: str) -> None:
-    Console(stderr=True).print(f"bench: {message}", markup=False, style="red")
+    console = Console(stderr=True)
+    console.print(f"bench: {message}", markup=False, style="red", soft_wrap=True)
     raise typer.Exit(2)

@@ -23,9 +23,12 @@ def _table(title: str, *columns: str) -> Table:
 
 
 def hit_tables(points: Sequence[Point]) -> Iterator[Table]:
-    """One table a workload and geometry: pools down, settings across."""
+    """One table a workload and geometry: pools down, settings across.
+
+    Changed with an explicit interval is left out: it equals stock.
+    """
     for (workload, groups), found in groupby(points, lambda p: (p.workload, p.groups)):
-        rows = list(found)
+        rows = [p for p in found if p.variant != CHANGED or p.interval is None]
         shown = list(dict.fromkeys(point.setting for point in rows))
         table = _table(
             f"{workload}, {groups}: share of prompt tokens from cache",

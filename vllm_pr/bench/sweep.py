@@ -156,12 +156,22 @@ def _identity(job: tuple[str, dict]) -> tuple:
 
 
 def summed_up(points: Sequence[Point]) -> list[str]:
-    """How changed at its default compares with the best stock setting of each pool."""
+    """How changed compares with stock.
+
+    At its default with the best stock setting of each pool, and with an explicit
+    interval with the same.
+    """
+    stock = {(*p.place, p.interval): p.hit_rate for p in points if p.variant == STOCK}
     ratios = []
+    explicit = []
     for point in points:
-        if point.variant == CHANGED and point.interval is None:
-            best = max(p.hit_rate for p in points if _is_stock_at(p, point.place))
+        if point.variant == STOCK:
+            continue
+        if point.interval is None:
+            best = max(stock[*point.place, interval] for interval in INTERVALS)
             ratios.append(point.hit_rate / best if best else 1.0)
+        else:
+            explicit.append(point.hit_rate == stock[*point.place, point.interval])
     if not ratios:
         return []
     above = sum(ratio > 1 for ratio in ratios)
@@ -169,12 +179,10 @@ def summed_up(points: Sequence[Point]) -> list[str]:
     return [
         f"changed at its default against the best stock setting of each of "
         f"{len(ratios)} pools: above in {above}, equal in {len(ratios) - above - below}"
-        f", below in {below}; ratio {min(ratios):.3f} to {max(ratios):.3f}"
+        f", below in {below}; ratio {min(ratios):.3f} to {max(ratios):.3f}",
+        f"changed with an explicit interval: equal to stock with the same in "
+        f"{sum(explicit)} of {len(explicit)} points",
     ]
-
-
-def _is_stock_at(point: Point, place: tuple[str, str, int]) -> bool:
-    return point.variant == STOCK and point.place == place
 
 
 def below_aims(points: Sequence[Point]) -> list[str]:

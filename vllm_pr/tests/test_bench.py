@@ -15,6 +15,7 @@ from vllm_pr.bench.cost import measure_cost, plans, queues_above_aims
 from vllm_pr.bench.hashing import PieceHasher, merged
 from vllm_pr.bench.plots import write_plots
 from vllm_pr.bench.replay import Replay
+from vllm_pr.bench.report import hit_tables
 from vllm_pr.bench.scale import blocks_to_hold
 from vllm_pr.bench.sweep import Point
 from vllm_pr.bench.trace import TraceError, read_trace
@@ -196,15 +197,18 @@ def test_summary_counts_pools_above_and_below():
         Point("w", "g", blocks, variant, interval, rate, 1.0)
         for blocks, best, changed in ((1, 0.5, 0.6), (2, 0.5, 0.5), (3, 0.5, 0.4))
         for variant, interval, rate in (
+            *((STOCK, interval, 0.1) for interval in sweep.INTERVALS[1:]),
             (STOCK, 0, best),
-            (STOCK, None, 0.1),
             (CHANGED, None, changed),
-            (CHANGED, 0, 0.9),
+            (CHANGED, 0, changed),
         )
     ]
-    (line,) = sweep.summed_up(points)
-    assert "of 3 pools: above in 1, equal in 1, below in 1" in line
-    assert "ratio 0.800 to 1.200" in line
+    default, explicit = sweep.summed_up(points)
+    assert "of 3 pools: above in 1, equal in 1, below in 1" in default
+    assert "ratio 0.800 to 1.200" in default
+    assert "in 1 of 3 points" in explicit
+    (table,) = hit_tables(points)
+    assert len(table.columns) == 8 and table.row_count == 3
 
 
 @pytest.mark.parametrize("variant", [STOCK, CHANGED])
