@@ -244,7 +244,7 @@ def offload_engine(name: str, mode: str, interval) -> Engine:
         "kv_role": "kv_both",
         "kv_connector_extra_config": extra,
     }
-    step = 8 * block_sizes(geometry)[0]
+    step = 4 * block_sizes(geometry)[0]
     setup = Setup(geometry, blocks, interval, connector=connector, step_tokens=step)
     return Engine(setup)
 
@@ -255,7 +255,7 @@ def offloaded(geometry: str, mode: str, interval, watch=None) -> dict:
     offload = engine.worker.offload
     if watch is not None:
         watch(engine)
-    run_random(engine, seed=5, requests=80, aborts=0.03, resets=0)
+    run_random(engine, seed=3, requests=100, aborts=0.03, resets=0)
     return {**offload.counts, "transfers": digest(offload.log)}
 
 

@@ -36,7 +36,7 @@ from vllm_pr.driver import block_sizes
 from vllm_pr.scenarios import DEEPSEEK_V4_FLASH, GEMMA
 
 KINDS = ("BlockStored", "BlockRemoved", "hashes stored", "hashes removed")
-POOLS = {"full": 40, "ample": 300}  # hit boundaries that fit
+POOLS = {"full": 24, "ample": 300}  # hit boundaries that fit
 COUNTED = {DEEPSEEK_V4_FLASH.name: DEEPSEEK_V4_FLASH, GEMMA.name: GEMMA}
 
 
@@ -134,8 +134,9 @@ def test_planted_fault_is_found(kind):
 
 def count_events(geometry: str, interval, units: int) -> dict[str, float]:
     """Events, and hashes in them, for 1,000 prompt tokens; no resets, no aborts."""
+    step = 2 * block_sizes(COUNTED[geometry])[0]
     engine = make_engine(
-        COUNTED[geometry], units, interval, step_tokens=2048, max_model_len=32_768
+        COUNTED[geometry], units, interval, step_tokens=step, max_model_len=32_768
     )
     run_random(engine, seed=5, requests=60, aborts=0, resets=0)
     counts = engine.scheduler.kv_event_publisher.counts

@@ -36,6 +36,9 @@ from vllm_pr.scenarios import DEEPSEEK_V4_FLASH
 
 # Hit boundaries that fit; a prompt has about ten.
 FULL, TIGHT, AMPLE = 45, 90, 2000
+# Where a prompt's blocks outside of its windows are few, fewer.
+FULL_OF = {DEEPSEEK_V4_FLASH.name: 15, "mla+windows": 15}
+TIGHT_OF = {DEEPSEEK_V4_FLASH.name: 30, "mla+windows": 30}
 SEEDS = (1, 2)
 FEWER = {DEEPSEEK_V4_FLASH.name: 30}  # requests: a prompt takes 1,300 blocks
 CACHED = sorted({**GEOMETRIES, HISPARSE.name: HISPARSE})
@@ -64,15 +67,19 @@ def case(geometry: str, units: int, interval: int | None, **more: object) -> Cas
     return Case(geometry, pool_size(shape, units), tokens, **more)
 
 
+def tight_of(geometry: str) -> int:
+    return TIGHT_OF.get(geometry, TIGHT)
+
+
 def cases() -> list[Case]:
     found = []
     for name in CACHED:
         for eagle in drafters(all_geometries()[name]):
             for seed in SEEDS:
-                tight = case(name, TIGHT, None, eagle=eagle, seed=seed)
+                tight = case(name, tight_of(name), None, eagle=eagle, seed=seed)
                 found += [tight, replace(tight, interval=0)]
             if name in having("sliding") | having("mamba"):
-                found.append(case(name, TIGHT, 4, eagle=eagle, seed=SEEDS[0]))
+                found.append(case(name, tight_of(name), 4, eagle=eagle, seed=SEEDS[0]))
             found.append(case(name, AMPLE, None, eagle=eagle, seed=SEEDS[0]))
             if name in SPARSE:
                 found += switches(name, eagle)
@@ -84,7 +91,8 @@ def cases() -> list[Case]:
 
 def switches(geometry: str, eagle: bool) -> tuple[Case, Case]:
     """Sessions that only come back: interval None, and stock's default."""
-    none = case(geometry, FULL, None, eagle=eagle, seed=8, moves="switch")
+    units = FULL_OF.get(geometry, FULL)
+    none = case(geometry, units, None, eagle=eagle, seed=8, moves="switch")
     return none, replace(none, interval=0)
 
 
@@ -220,7 +228,7 @@ def worse_switch(default: list[Found], changed: list[Found]) -> bool:
 
 def tight_pools(results, geometry: str) -> list[tuple[Case, list, list, list]]:
     """Cases with interval None: stock, stock with interval 0, and changed."""
-    blocks = pool_size(all_geometries()[geometry], TIGHT)
+    blocks = pool_size(all_geometries()[geometry], tight_of(geometry))
     rows = chosen(results, geometry=geometry, blocks=blocks, interval=None, moves="all")
     return [
         (case, stock, results[replace(case, interval=0)][0], changed)
@@ -243,18 +251,34 @@ def test_full_pool_loses_only_checkpoints_on_probation(results, geometry):
         assert unexplained(stock, changed) is None, case
 
 
-def test_sums_over_all_workloads(results, figure):
-    """The figures for the docs: shares of prompt tokens served from the cache."""
-    rows = [row for name in SPECULATIVE for row in tight_pools(results, name)]
+def shares(rows) -> dict[str, float]:
+    """Shares of the prompt tokens served from the cache, by side."""
     prompt = sum(found.prompt for _, stock, *_ in rows for found in stock)
-    names = ("stock, interval None", "stock, default", "changed")
-    for i, name in enumerate(names, start=1):
-        share = sum(sum(cached_tokens(row[i])) for row in rows) / prompt
-        figure(f"hit rate on full pools, {name}", round(share, 4))
+    sides = ("stock, interval None", "stock, default", "changed")
+    return {
+        side: round(sum(sum(cached_tokens(row[i])) for row in rows) / prompt, 3)
+        for i, side in enumerate(sides, start=1)
+    }
+
+
+def test_sums_over_all_workloads(results, figure):
+    """The figures for the docs."""
+    rows = {name: tight_pools(results, name) for name in SPARSE}
+    for name in SPARSE:
+        figure(f"served from full pools, {name}", shares(rows[name]))
+    rows = [row for name in SPECULATIVE for row in rows[name]]
+    figure("served from full pools, all but Mamba", shares(rows))
     pairs = [pair for _, stock, _, changed in rows for pair in zip(stock, changed)]
     for word, sign in (("lower", 1), ("higher", -1)):
         count = sum(sign * (a.cached - b.cached) > 0 for a, b in pairs)
         figure(f"requests on full pools {word} than stock, interval None", count)
+    figure("requests on full pools", len(pairs))
+    switched = [
+        (none, results[none][0], results[default][0], results[none][1])
+        for name in SPECULATIVE
+        for none, default in (switches(name, eagle) for eagle in (False, True))
+    ]
+    figure("served to sessions that come back, all but Mamba", shares(switched))
 
 
 FAULTS = (
