@@ -152,12 +152,12 @@ def _statuses(runs: list[Outcomes], side: str, test: str) -> tuple[str, ...]:
 def show(comparison: Comparison, console: Console) -> None:
     """Print the tables."""
     lists = {
-        "passed on both": comparison.passed_both,
-        "failed on both": comparison.failed_both,
-        "skipped on both": comparison.skipped_both,
+        "both pass": comparison.passed_both,
+        "both fail": comparison.failed_both,
+        "both skip": comparison.skipped_both,
         "flaky": list(comparison.flaky),
-        "passes on changed only": comparison.won,
-        "passes on stock only": comparison.lost,
+        "only changed passes": comparison.won,
+        "only stock passes": comparison.lost,
     }
     table = Table()
     table.add_column("tests", no_wrap=True)

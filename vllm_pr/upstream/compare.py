@@ -20,7 +20,7 @@ _REASONS = (
         r"LocalEntryNotFound|OfflineMode|HF_HUB_OFFLINE|outgoing traffic"
         r"|ConnectionError|NameResolution|Max retries|not a valid model identifier"
         r"|Cannot find any model weights|does not appear to have a file named"
-        r"|couldn't connect|No such file.*models--",
+        r"|couldn't connect|No such file.*models--|Can't load image processor",
     ),
     (
         "needs GPU",
