@@ -62,13 +62,13 @@ def proof(
                 )
             if file.exists():
                 figures |= json.loads(file.read_text(encoding="utf-8"))
+        if json_file is not None:  # each time: a run that is cut short leaves some
+            json_file.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
         lines = done.stdout.rstrip().splitlines()
         console.print(f"{name}: {lines[-1] if lines else 'no output'}")
         if done.returncode:
             failed.append(name)
             console.print("\n".join(lines[-40:-1]), markup=False)
-    if json_file is not None:
-        json_file.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
     table = Table("figure", "value", box=None)
     for figure, value in figures.items():
         table.add_row(figure, as_text(value))
