@@ -11,8 +11,8 @@ groups of every kind. What must hold:
   find with stock's default (interval 0), however full the pool.
 * With interval None and a pool that fills, any hit is no shorter than stock's default
   finds, and shorter than stock's None finds only by checkpoints that were still on
-  probation: up to the first request on which the sides differ, after which they hold
-  different blocks and are not comparable one by one.
+  probation, evicted or not even cached: up to the first request on which the sides
+  differ, after which they hold different blocks and are not comparable one by one.
 """
 
 from collections import Counter
