@@ -47,7 +47,7 @@ STEPS = int(os.environ.get("VLLM_PR_PROOF_STEPS", "20000"))
 LONG = "VLLM_PR_PROOF_STEPS" in os.environ
 STEPS_PER_RUN = 50
 GROUP = 0
-LEVELS = st.integers(1, NUM_PROBATIONARY_LEVELS)
+LEVELS = st.sampled_from((1, 2, NUM_PROBATIONARY_LEVELS))
 
 logging.getLogger(block_pool.__name__).setLevel(logging.ERROR)
 init_none_hash(sha256)
@@ -84,12 +84,12 @@ class Model:
     def take(self, count: int) -> tuple[list[int], list[int]]:
         """Blocks handed out, and those of them whose watcher fires."""
         taken = self.order()[:count]
+        fired = [block for block in taken if block in self.watched]
+        self.watched -= set(taken)
         for block in taken:
             self._leave(block)
             self.references[block] = 1
             self.drop_keys(block)
-        fired = [block for block in taken if block in self.watched]
-        self.watched -= set(taken)
         return taken, fired
 
     def give_back(self, blocks: list[int]) -> None:
@@ -125,17 +125,20 @@ class Model:
             self.cached.setdefault(key, []).append(block)
 
     def drop_keys(self, block: int) -> list:
-        """Forget a block's hashes; when it is free, it becomes the next to go."""
+        """Forget a block's hashes; if free, it goes next, or last if still read."""
         dropped = self.keys[block]
         for key in dropped:
             self.cached[key].remove(block)
             if not self.cached[key]:
                 del self.cached[key]
-        if dropped and block not in self.watched:
+        if dropped:
             self.level[block] = 0
             if not self.references[block]:
                 self._leave(block)
-                self.segments[FREE].insert(0, block)
+                if block in self.watched:
+                    self.segments[PROTECTED].append(block)
+                else:
+                    self.segments[FREE].insert(0, block)
         self.keys[block] = []
         return dropped
 
@@ -520,13 +523,17 @@ def _keep_level_ends(queue, before, *_):
     queue._ends[1:] = before["_ends"][1:]
 
 
-def _forget_in_place(self, block):
+def _forget_in_place(self, block, still_read=False):
     self._levels[block.block_id] = 0
 
 
-def _forget_only_free(self, block):
+def _forget_only_free(self, block, still_read=False):
     if block.next_free_block is not None:
-        SegmentedFreeBlockQueue.forget(self, block)
+        SegmentedFreeBlockQueue.forget(self, block, still_read)
+
+
+def _forget_what_is_read(self, block, still_read=False):
+    SegmentedFreeBlockQueue.forget(self, block)
 
 
 FAULTS = [
@@ -534,6 +541,7 @@ FAULTS = [
     fault("a hit does not promote", promote=lambda self, block: None),
     fault("a lost hash does not requeue", forget=_forget_in_place),
     fault("a lost hash in use keeps its level", forget=_forget_only_free),
+    fault("a block that is still read goes next", forget=_forget_what_is_read),
     fault("all levels are one", mark_probationary=_mark_lowest),
     fault("the null block is marked", mark_probationary=_mark_regardless),
     fault("popped ends are kept", _drop_popped_ends=lambda self: None),

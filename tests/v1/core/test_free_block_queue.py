@@ -26,7 +26,7 @@ from vllm.v1.request import Request
 
 pytestmark = [pytest.mark.cpu_test, pytest.mark.skip_global_cleanup]
 
-FREE, PROTECTED = "free", 0
+FREE, PROTECTED, TOP = "free", 0, NUM_PROBATIONARY_LEVELS
 
 
 def make_queue(*segments) -> tuple[SegmentedFreeBlockQueue, list[KVCacheBlock]]:
@@ -62,19 +62,19 @@ def order(queue: SegmentedFreeBlockQueue) -> list[int]:
 
 
 def test_eviction_order_is_free_then_levels_then_protected():
-    queue, _ = make_queue(PROTECTED, 3, FREE, 1, PROTECTED, 8, 1, FREE, 3)
+    queue, _ = make_queue(PROTECTED, 3, FREE, 1, PROTECTED, TOP, 1, FREE, 3)
     assert order(queue) == [7, 2, 3, 6, 1, 8, 5, 0, 4]
     assert [block.block_id for block in queue.popleft_n(5)] == [7, 2, 3, 6, 1]
     assert queue.popleft().block_id == 8
     assert order(queue) == [5, 0, 4]
 
 
-SEGMENTS = [FREE, FREE, 1, 1, 2, 8, 8, PROTECTED, PROTECTED]
+SEGMENTS = [FREE, FREE, 1, 1, 2, TOP, TOP, PROTECTED, PROTECTED]
 
 
 def rank(segment) -> int:
     """Position of a segment in the eviction order."""
-    ranks = {FREE: 0, PROTECTED: NUM_PROBATIONARY_LEVELS + 1}
+    ranks = {FREE: 0, PROTECTED: TOP + 1}
     return ranks.get(segment, segment)
 
 
@@ -87,7 +87,7 @@ def test_segments_refill_after_pops(popped):
     """A segment that was popped empty starts anew in front of the next one."""
     queue, _ = make_queue(*SEGMENTS)
     segments = list(SEGMENTS)
-    refill = [PROTECTED, 8, 2, 1, FREE, FREE, 1, 8, 2]
+    refill = [PROTECTED, TOP, 2, 1, FREE, FREE, 1, TOP, 2]
     for block, segment in zip(queue.popleft_n(popped), refill):
         block.reset_hash()
         queue.forget(block)
@@ -99,7 +99,7 @@ def test_segments_refill_after_pops(popped):
 
 
 @pytest.mark.parametrize("removed", range(len(SEGMENTS)))
-@pytest.mark.parametrize("segment", [FREE, 1, 2, 8, PROTECTED])
+@pytest.mark.parametrize("segment", [FREE, 1, 2, TOP, PROTECTED])
 def test_segments_refill_after_a_removal(removed, segment):
     queue, blocks = make_queue(*SEGMENTS)
     rest = [block_id for block_id in order(queue) if block_id != removed]
@@ -123,12 +123,12 @@ def test_remove_refuses_a_block_that_is_not_free():
 
 
 def test_eviction_level_is_that_of_the_head():
-    queue, _ = make_queue(PROTECTED, 8, FREE, 3)
+    queue, _ = make_queue(PROTECTED, TOP, FREE, 3)
     levels = []
     while queue.num_free_blocks:
         levels.append(queue.eviction_level())
         queue.popleft()
-    assert levels == [0, 3, 8, NUM_PROBATIONARY_LEVELS + 1]
+    assert levels == [0, 3, TOP, TOP + 1]
     assert queue.eviction_level() == 0
 
 
@@ -175,9 +175,11 @@ def test_cursor_walks_in_eviction_order():
 
 def test_levels_thin_out_aligned():
     """One block a boundary: the ruler sequence, capped at the top level."""
-    levels = checkpoint_levels(0, 256, 1, 1, 0)
-    trailing = [(n & -n).bit_length() for n in range(1, 257)]
-    assert list(levels) == [min(n, NUM_PROBATIONARY_LEVELS) for n in trailing]
+    num_boundaries = 2 << TOP
+    levels = checkpoint_levels(0, num_boundaries, 1, 1, 0)
+    ruler = [(n & -n).bit_length() for n in range(1, num_boundaries + 1)]
+    assert max(ruler) > TOP
+    assert list(levels) == [min(n, TOP) for n in ruler]
 
 
 @pytest.mark.parametrize("shift", [0, 1])
@@ -193,7 +195,7 @@ def test_level_is_the_highest_of_the_boundaries_that_need_the_block(start, need,
             if n * per_boundary + shift - need <= block < n * per_boundary + shift
         ]
         ranks = [(n & -n).bit_length() for n in boundaries]
-        expected.append(min(max(ranks, default=0), NUM_PROBATIONARY_LEVELS))
+        expected.append(min(max(ranks, default=0), TOP))
     levels = checkpoint_levels(start, end, per_boundary, need, shift)
     assert list(levels) == expected
 
@@ -315,7 +317,7 @@ def test_unpinned_blocks_stay_at_the_very_end(hashed):
     pool = Pool(4)
     unpinned, protected, probationary = ([block] for block in pool.take(3))
     pool.cache(protected)
-    pool.cache(probationary, 8)
+    pool.cache(probationary, TOP)
     if hashed:
         pool.cache(unpinned, 1)
     reused: list[int] = []
@@ -337,7 +339,7 @@ def test_reset_prefix_cache_forgets_levels():
     assert pool.pool.reset_prefix_cache()
     protected, probationary, plain = ([block] for block in pool.take(3))
     pool.cache(protected)
-    pool.cache(probationary, 8)
+    pool.cache(probationary, TOP)
     for group in (protected, probationary, plain):
         pool.pool.free_blocks(group)
     assert pool.handed_out(3) == ids(plain + probationary + protected)

@@ -14,7 +14,8 @@ from vllm.v1.request import Request
 if TYPE_CHECKING:
     from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 
-NUM_PROBATIONARY_LEVELS = 8
+# The top level spaces checkpoints by 2**11 hit boundaries: 64k tokens where one is 32.
+NUM_PROBATIONARY_LEVELS = 12
 
 
 class SegmentedFreeBlockQueue(FreeKVCacheBlockQueue):
@@ -86,14 +87,21 @@ class SegmentedFreeBlockQueue(FreeKVCacheBlockQueue):
         """Let a block that is not in the queue be freed as protected."""
         self._levels[block.block_id] = 0
 
-    def forget(self, block: KVCacheBlock) -> None:
-        """Note that a block lost its hash; if it is free, it is the next to go."""
-        if block.next_free_block is None:
-            self._levels[block.block_id] = 0
-            return
-        self.remove(block)
+    def forget(self, block: KVCacheBlock, still_read: bool = False) -> None:
+        """Note that a block lost its hash; if it is free, it is the next to go.
+
+        Args:
+            block: The block, free or in use.
+            still_read: Its content is still being read: make it the last to go.
+
+        """
+        is_free = block.next_free_block is not None
+        if is_free:
+            self.remove(block)
         self._levels[block.block_id] = 0
-        self.prepend_n([block])
+        if is_free:
+            put_back = self.append_n if still_read else self.prepend_n
+            put_back([block])
 
     def reset(self) -> None:
         """Note that no block has a hash any more: all free blocks are equal."""
