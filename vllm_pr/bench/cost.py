@@ -232,8 +232,12 @@ def measure_events(
 
 
 def measure_memory(workers: Workers, blocks: int = 1_000_000) -> dict[str, float]:
-    """Resident bytes a block of a pool, by variant."""
-    return {
-        variant: workers.run(variant, "memory", blocks=blocks)["bytes_per_block"]
-        for variant in (STOCK, CHANGED)
-    }
+    """Resident bytes a block of a pool, by variant.
+
+    In processes that have freed nothing yet: what is freed would be used again.
+    """
+    with workers.fresh() as fresh:
+        return {
+            variant: fresh.run(variant, "memory", blocks=blocks)["bytes_per_block"]
+            for variant in (STOCK, CHANGED)
+        }

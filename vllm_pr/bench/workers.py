@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Worker processes of both variants, and jobs spread over them."""
 
+import itertools
 import json
 import os
 import subprocess
@@ -19,6 +20,8 @@ from vllm_pr.patching.trees import changed_tree
 STOCK, CHANGED = "stock", "changed"
 VARIANTS = (STOCK, CHANGED)
 BUILD = Path(__file__).resolve().parents[2] / "build" / "bench"
+
+_NUMBERS = itertools.count()
 
 Job = tuple[str, dict[str, Any]]
 
@@ -118,6 +121,10 @@ class Workers:
         for worker in self._started:
             worker.stop()
 
+    def fresh(self) -> "Workers":
+        """Others like these: none of their processes has run a job."""
+        return Workers(self._trees)
+
     @contextmanager
     def worker(self, variant: str) -> Iterator[Worker]:
         """A worker of ``variant`` that nobody else uses meanwhile."""
@@ -166,7 +173,7 @@ class Workers:
                 threads.shutdown(cancel_futures=True)
 
     def _start(self, variant: str) -> Worker:
-        log = BUILD / f"worker-{variant}-{len(self._started)}.log"
+        log = BUILD / f"worker-{variant}-{next(_NUMBERS)}.log"
         worker = Worker(self._trees[variant], log)
         self._started.append(worker)
         return worker

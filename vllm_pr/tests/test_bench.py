@@ -11,7 +11,12 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from vllm_pr.bench import sweep
-from vllm_pr.bench.cost import measure_cost, plans, queues_above_aims
+from vllm_pr.bench.cost import (
+    measure_cost,
+    measure_memory,
+    plans,
+    queues_above_aims,
+)
 from vllm_pr.bench.hashing import PieceHasher, merged
 from vllm_pr.bench.plots import write_plots
 from vllm_pr.bench.replay import Replay
@@ -222,6 +227,12 @@ def test_queue_benchmark_runs_on_both(workers, variant):
     ]
     assert all(("ratio" in row) == (variant == CHANGED) for row in rows)
     assert ("append_n, probationary" in rows[-1]["operation"]) == (variant == CHANGED)
+
+
+def test_memory_of_a_pool_is_measured_where_nothing_was_freed(workers):
+    for _ in range(2):
+        memory = measure_memory(workers, blocks=200_000)
+        assert all(100 < size < 1_000 for size in memory.values())
 
 
 def test_operations_above_the_aim_are_listed():
