@@ -4,6 +4,7 @@
 
 from collections.abc import Sequence
 from itertools import compress
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from vllm.utils.math_utils import cdiv
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 
 # The top level spaces checkpoints by 2**11 hit boundaries: 64k tokens where one is 32.
 NUM_PROBATIONARY_LEVELS = 12
+
+_block_id = attrgetter("block_id")
 
 
 class SegmentedFreeBlockQueue(FreeKVCacheBlockQueue):
@@ -133,6 +136,9 @@ class SegmentedFreeBlockQueue(FreeKVCacheBlockQueue):
             return
         self._drop_popped_ends()
         levels, ends = self._levels, self._ends
+        if not any(map(levels.__getitem__, map(_block_id, blocks))):
+            super().append_n(blocks)
+            return
         protected = []
         for block in blocks:
             level = levels[block.block_id]
