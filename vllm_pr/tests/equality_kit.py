@@ -58,7 +58,7 @@ class Shape:
 
 
 def workload(shape: Shape, seed: int) -> list[list[Ask]]:
-    """Rounds of requests: sessions start, go on, switch, branch, are edited or resent."""
+    """Rounds of requests: sessions start, go on, switch, branch, change or return."""
     return list(_Sessions(shape, random.Random(seed)).rounds())
 
 
