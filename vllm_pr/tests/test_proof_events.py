@@ -103,7 +103,7 @@ def compare(engine: Engine) -> None:
 @pytest.mark.parametrize("interval", [None, 0])
 @pytest.mark.parametrize("geometry", [*sorted(GEOMETRIES.keys() - COUNTED.keys())])
 def test_mirror_equals_the_hash_map(geometry, interval, asynchronous):
-    engine = make_engine(GEOMETRIES[geometry], 40, interval, asynchronous=asynchronous)
+    engine = make_engine(GEOMETRIES[geometry], 24, interval, asynchronous=asynchronous)
     run_random(engine, seed=1, requests=150, resets=0.03)
     counts = engine.scheduler.kv_event_publisher.counts
     assert engine.counts["hashes compared"] > 1000

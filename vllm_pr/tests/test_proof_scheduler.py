@@ -140,7 +140,7 @@ def test_lazy_offload_passes_checkpoints_on_probation(geometry, asynchronous):
     assert watched.copied > 50 and watched.passed > 20
 
 
-def _forget_in_place(queue, block) -> None:
+def _forget_in_place(queue, block, still_read=False) -> None:
     queue._levels[block.block_id] = 0
 
 
