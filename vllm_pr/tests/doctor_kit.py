@@ -272,6 +272,9 @@ class Proxy:
         delay: Seconds that a completion waits before it is forwarded.
         count: Whether to put the number of messages before the first one, as a
             template does that is not prefix-stable.
+
+    Attributes:
+        asked: Set once a completion has come in.
     """
 
     def __init__(
@@ -281,6 +284,7 @@ class Proxy:
         self._hidden = hidden
         self._delay = delay
         self._count = count
+        self.asked = threading.Event()
 
     def app(self) -> Starlette:
         """The ASGI application."""
@@ -291,6 +295,7 @@ class Proxy:
         if request.url.path in self._hidden:
             return Response("not for you", 404)
         if request.url.path.endswith("/completions"):
+            self.asked.set()
             await asyncio.sleep(self._delay)
         names = ("authorization", "content-type")
         sent = self._client.build_request(
