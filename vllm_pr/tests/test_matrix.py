@@ -202,6 +202,19 @@ def test_rows_in_json_and_exit_status(tmp_path):
     assert re.search(r"changed\s+99\.2", result.stdout)
 
 
+def test_with_eagle_a_return_finds_the_boundary_that_it_falls_back_to(tmp_path):
+    """In 0.23 to 0.29 two edits meet in one place, and their order decides."""
+    file = tmp_path / "rows.json"
+    words = ("--release", "0.29.0", "--scenario", "session_switch_250k")
+    assert invoke(*words, "--json", file).exit_code == 0
+    (cached,) = (
+        row["cached_tokens"]
+        for row in json.loads(file.read_text(encoding="utf-8"))
+        if row["variant"] == CHANGED and row["eagle"] and row["request"] == "A return"
+    )
+    assert cached == 249_600
+
+
 def test_a_fault_is_exit_status_1(monkeypatch):
     def swapped(release, scenarios):
         return [
