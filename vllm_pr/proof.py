@@ -17,7 +17,7 @@ from rich.table import Table
 
 TESTS = Path(__file__).resolve().parent / "tests"
 PREFIX = "test_proof_"
-FIGURES = "VLLM_PR_FIGURES"  # read by the tests' conftest.py
+FIGURES = "VLLM_PR_FIGURES"  # names the file that the tests write them to
 
 
 def parts() -> list[str]:

@@ -96,14 +96,10 @@ def prove(
     """
     from vllm_pr.patching.sources import Sources
     from vllm_pr.patching.trees import changed_tree
-    from vllm_pr.releases import installed_release
+    from vllm_pr.releases import installed_release, stock_tree
 
     console = Console(stderr=True)
-    stock_tree = None
-    if release is not None:
-        from vllm_pr.releases import stock_tree as tree_of
-
-        stock_tree = tree_of(release)
+    tree = None if release is None else stock_tree(release)
     exported = Sources().selected_new_files(release or installed_release())
     tests = [
         file for file in sorted(TESTS.glob("test_*.py")) if _name(file) in exported
@@ -118,7 +114,7 @@ def prove(
     with console.status("the tests on changed, about half a minute"):
         changed = run_tests(changed_tree(release), tests)
     with console.status("the same on stock, where they must fail"):
-        stock = run_tests(stock_tree, tests)
+        stock = run_tests(tree, tests)
     outcomes = compare(stock, changed)
     if json_file is not None:
         json_file.write_text(json.dumps([asdict(o) for o in outcomes], indent=1))

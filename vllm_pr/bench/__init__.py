@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Benchmarks: hit rate, cost, time to first token and scale (issue 6)."""
+"""Benchmarks: hit rate, cost, time to first token and scale."""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-FIGURES = "VLLM_PR_FIGURES"
+from vllm_pr.proof import FIGURES
 
 
 def _use_changed_tree() -> None:
