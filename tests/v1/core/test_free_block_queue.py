@@ -183,7 +183,7 @@ def test_levels_thin_out_aligned():
 
 
 @pytest.mark.parametrize("shift", [0, 1])
-@pytest.mark.parametrize("need", [1, 2, 4, 7, 33])
+@pytest.mark.parametrize("need", [1, 2, 4, 7, 8, 9, 33, 20_000])
 @pytest.mark.parametrize("start", [0, 5, 40])
 def test_level_is_the_highest_of_the_boundaries_that_need_the_block(start, need, shift):
     per_boundary, end = 4, 90
@@ -191,7 +191,7 @@ def test_level_is_the_highest_of_the_boundaries_that_need_the_block(start, need,
     for block in range(start, end):
         boundaries = [
             n
-            for n in range(1, end)
+            for n in range(1, (end + need) // per_boundary + 1)
             if n * per_boundary + shift - need <= block < n * per_boundary + shift
         ]
         ranks = [(n & -n).bit_length() for n in boundaries]

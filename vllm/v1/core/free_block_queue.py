@@ -209,6 +209,9 @@ def checkpoint_levels(
     levels = bytearray(end_block - start_block)
     step = blocks_per_boundary
     for level in range(1, NUM_PROBATIONARY_LEVELS + 1):
+        if 2 * step + shift <= blocks_per_hit and level < NUM_PROBATIONARY_LEVELS:
+            step *= 2  # Every block has a higher level: those windows overlap.
+            continue
         boundary = max(step, -(-(start_block - shift) // step) * step)
         while (first := boundary + shift - blocks_per_hit) < end_block:
             first = max(first, start_block)
