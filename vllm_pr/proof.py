@@ -35,9 +35,9 @@ def proof(
         typer.Option("--json", metavar="FILE", help="Write the figures as JSON."),
     ] = None,
 ) -> None:
-    """Run the property, manager, event, scheduler and connector tests; print figures.
+    """Run the tests that the proof rests on; print the figures that they record.
 
-    Exit status 1 when a test fails. About 9 minutes for all of them.
+    Exit status 1 when a test fails. About 15 minutes for all of them.
     """
     console = Console(stderr=True, highlight=False)
     if unknown := set(part or ()) - set(parts()):
@@ -52,7 +52,7 @@ def proof(
             file = Path(folder) / "figures.json"
             argv = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
             argv.append(str(TESTS / f"{PREFIX}{name}.py"))
-            with console.status(f"{name}: one to four minutes"):
+            with console.status(f"{name}: one to five minutes"):
                 done = subprocess.run(
                     argv,
                     env=dict(os.environ) | {FIGURES: str(file)},

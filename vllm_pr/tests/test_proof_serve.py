@@ -10,6 +10,7 @@ leaves at least one token to compute.
 import asyncio
 import random
 import string
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -31,6 +32,15 @@ BLOCKS = 2_000
 MARKERS = len(("<|user|>", "<|end|>"))
 OPENING = len(("<|assistant|>",))
 ANSWER = 8
+
+
+@pytest.fixture(scope="module")
+def totals(figure) -> Iterator[Counter]:
+    """Summed over all tests, what the server itself counted."""
+    summed: Counter = Counter()
+    yield summed
+    figure("serve_prompt_tokens", int(summed["queries"]))
+    figure("serve_tokens_from_cache", int(summed["hits"]))
 
 
 @pytest.fixture(scope="module")
@@ -62,8 +72,9 @@ class Metrics:
 class Pool:
     """The server's own account: totals since this object was made."""
 
-    def __init__(self, http: httpx.AsyncClient) -> None:
+    def __init__(self, http: httpx.AsyncClient, totals: Counter) -> None:
         self._http = http
+        self._totals = totals
 
     async def metrics(self) -> Metrics:
         response = await self._http.get("/metrics")
@@ -84,6 +95,7 @@ class Pool:
         yield counted
         after = await self.settled()
         counted |= {key: after[name] - before[name] for key, name in names.items()}
+        self._totals.update(counted)
 
     async def settled(self, seconds: float = 60.0) -> Metrics:
         """The metrics once no request is left and every block is free again."""
@@ -97,11 +109,11 @@ class Pool:
 
 
 @pytest_asyncio.fixture
-async def pool(server: Server) -> AsyncIterator[Pool]:
+async def pool(server: Server, totals: Counter) -> AsyncIterator[Pool]:
     """An empty prefix cache."""
     async with httpx.AsyncClient(base_url=server.url, trust_env=False) as http:
         (await http.post("/reset_prefix_cache")).raise_for_status()
-        yield Pool(http)
+        yield Pool(http, totals)
 
 
 @pytest_asyncio.fixture
