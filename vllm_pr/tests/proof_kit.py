@@ -275,16 +275,15 @@ class Serving:
     def _watch_hash_map(self, pool) -> None:
         hash_map = pool.cached_block_hash_to_block
         insert, pop = hash_map.insert, hash_map.pop
-        on_probation = getattr(
-            pool.free_block_queue, "is_probationary", lambda block: False
-        )
+        no_levels = bytes(len(pool.blocks))
 
         def watched_insert(key, block) -> None:
             self.changes.append(("cached", name(key)))
             insert(key, block)
 
         def watched_pop(key, block_id):
-            probation = on_probation(pool.blocks[block_id])
+            levels = getattr(pool.free_block_queue, "_levels", no_levels)
+            probation = levels[block_id]
             block = pop(key, block_id)
             if block is not None:
                 how = "evicted on probation" if probation else "evicted"

@@ -37,6 +37,7 @@ from vllm_pr.driver import DEFAULT, _spec, block_sizes, default_interval
 from vllm_pr.engine.models import model_folder
 from vllm_pr.scenarios import Geometry, token_ids
 
+PROTECTED = 1 << 8  # above every level
 PAGE = 1024  # bytes of a block, as far as connectors do sums with it
 
 
@@ -484,10 +485,10 @@ class Engine:
         """No block leaked, none free and held at once, all free ones in order."""
         check_pool(self.pool)
         queue = self.pool.free_block_queue
-        if hasattr(queue, "is_probationary"):
+        if levels := getattr(queue, "_levels", None):
             free = queue.get_all_free_blocks()
             classes = [
-                0 if block.block_hash is None else 2 - queue.is_probationary(block)
+                0 if block.block_hash is None else levels[block.block_id] or PROTECTED
                 for block in free
             ]
             assert classes == sorted(classes), "a block that is missed goes too early"

@@ -415,7 +415,8 @@ class PoolMachine(RuleBasedStateMachine):
 
     @invariant()
     def hash_map_and_levels_agree(self) -> None:
-        assert not self.pool.free_block_queue.is_probationary(self.pool.null_block)
+        levels = self.pool.free_block_queue._levels
+        assert not levels[self.pool.null_block.block_id]
         cached = self.pool.cached_block_hash_to_block
         assert len(cached) == len(self.model.cached)
         for key, ids in self.model.cached.items():
@@ -424,8 +425,7 @@ class PoolMachine(RuleBasedStateMachine):
         for block in self.pool.blocks[1:]:
             hashed = block.block_hash is not None
             assert hashed == bool(self.model.keys[block.block_id])
-            level = self.model.level[block.block_id]
-            assert self.pool.free_block_queue.is_probationary(block) == (level > 0)
+            assert levels[block.block_id] == self.model.level[block.block_id]
 
     @invariant()
     def count_step(self) -> None:
@@ -497,7 +497,7 @@ def _mark_lowest(self, blocks, levels):
 
 
 def _probationary(queue, blocks):
-    return [block for block in blocks if queue.is_probationary(block)]
+    return [block for block in blocks if queue._levels[block.block_id]]
 
 
 def _insert_without_back_link(queue, before, blocks):

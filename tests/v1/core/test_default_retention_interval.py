@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""What a first branch and a second session find at the default interval."""
+"""The default interval, and what a first branch and a second session find."""
+
+import json
 
 import pytest
 
-from vllm.config import CacheConfig
+from vllm.config import CacheConfig, KVTransferConfig
+from vllm.engine.arg_utils import EngineArgs
 
 from .session_utils import ALIGNMENT, WIDE_WINDOW, Session, tokens
 
@@ -41,3 +44,33 @@ def test_edit_inside_the_last_alignment_block_hits_at_the_default_interval(inter
     session.prefill(prompt)
     hit = session.prefill(prompt[:-10] + tokens(2_000_000, 10))
     assert hit == (len(prompt) - 10) // 32 * 32 == 4_960
+
+
+def resolved_interval(folder, **arguments) -> int | None:
+    """The interval that an engine with these arguments runs with."""
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 64,
+        "num_attention_heads": 1,
+        "num_hidden_layers": 1,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    args = EngineArgs(model=str(folder), skip_tokenizer_init=True, **arguments)
+    return args.create_engine_config().cache_config.prefix_cache_retention_interval
+
+
+@pytest.mark.parametrize(
+    "store",
+    [
+        {"kv_transfer_config": KVTransferConfig("ExampleConnector", kv_role="kv_both")},
+        {"kv_offloading_size": 1.0},
+    ],
+    ids=["connector", "offloading"],
+)
+def test_kv_store_gets_no_more_to_copy(store, tmp_path):
+    """A store copies all that is retained: there None becomes 0."""
+    assert resolved_interval(tmp_path) is None
+    assert resolved_interval(tmp_path, **store) == 0
+    sparse = resolved_interval(tmp_path, prefix_cache_retention_interval=512, **store)
+    assert sparse == 512

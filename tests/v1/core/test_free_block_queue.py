@@ -134,10 +134,9 @@ def test_eviction_level_is_that_of_the_head():
 
 def test_promoted_block_is_freed_as_protected():
     queue, blocks = make_queue(PROTECTED, 4, PROTECTED)
-    assert queue.is_probationary(blocks[1])
+    assert order(queue) == [1, 0, 2]
     queue.remove(blocks[1])
     queue.promote(blocks[1])
-    assert not queue.is_probationary(blocks[1])
     queue.append_n([blocks[1]])
     assert order(queue) == [0, 2, 1]
 
@@ -148,10 +147,12 @@ def test_block_that_loses_its_hash_goes_first():
         blocks[lost].reset_hash()
         queue.forget(blocks[lost])
     assert order(queue) == [0, 2, 3, 1]
-    in_use = queue.popleft_n(4)[-1]
+    *others, in_use = queue.popleft_n(4)
     in_use.reset_hash()
     queue.forget(in_use)
-    assert order(queue) == [] and not queue.is_probationary(in_use)
+    assert order(queue) == []
+    queue.append_n([*others, in_use])
+    assert order(queue)[-1] == in_use.block_id
 
 
 def test_reset_makes_all_blocks_free():
@@ -159,10 +160,11 @@ def test_reset_makes_all_blocks_free():
     before = order(queue)
     queue.reset()
     assert order(queue) == before
-    assert not any(map(queue.is_probationary, blocks))
-    taken = queue.popleft_n(1)
-    put_back(queue, taken[0], 1)
-    assert order(queue)[-1] == taken[0].block_id
+    taken = queue.popleft_n(2)
+    queue.append_n(taken)
+    assert order(queue) == before[2:] + before[:2]
+    put_back(queue, queue.popleft(), 1)
+    assert order(queue)[-1] == before[1]
 
 
 def test_cursor_walks_in_eviction_order():

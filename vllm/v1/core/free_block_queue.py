@@ -68,10 +68,6 @@ class SegmentedFreeBlockQueue(FreeKVCacheBlockQueue):
             if not block.is_null:
                 self._levels[block.block_id] = level
 
-    def is_probationary(self, block: KVCacheBlock) -> bool:
-        """Whether the block, free or in use, is a checkpoint on probation."""
-        return self._levels[block.block_id] != 0
-
     def eviction_level(self) -> int:
         """Level of the block that is evicted next.
 
