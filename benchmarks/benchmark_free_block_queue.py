@@ -82,7 +82,7 @@ class Bench:
         for blocks in taken:
             for block in blocks:
                 queue.remove(block)
-                queue.promote(block)
+            queue.promote(blocks)
             queue.append_n(blocks)
 
 

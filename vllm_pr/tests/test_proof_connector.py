@@ -344,6 +344,8 @@ def test_blocks_copied_to_the_host(stock, changed, figure):
         }
         copied = {side: found["blocks stored"] for side, found in sides.items()}
         figure(f"blocks copied to the host, {mode}, {geometry}", copied)
+        assert copied["changed, default"] == copied["stock, default"]
+        assert copied["changed, interval None"] <= copied["stock, interval None"]
 
 
 def test_planted_fault_is_found_in_what_is_loaded(tmp_path):

@@ -117,6 +117,9 @@ class Model:
             if not self.references[block]:
                 self._leave(block)
             self.references[block] += 1
+
+    def promote(self, blocks: list[int]) -> None:
+        for block in blocks:
             self.level[block] = 0
 
     def add_key(self, block: int, key: object) -> None:
@@ -276,7 +279,9 @@ class PoolMachine(RuleBasedStateMachine):
         expected = [self.model.cached[key][0] for key in keys]
         assert [block.block_id for block in found] == expected
         self.pool.touch(found)
+        self.pool.free_block_queue.promote(found)
         self.model.touch(expected)
+        self.model.promote(expected)
         self.held.append(expected)
 
     @precondition(lambda self: self.model.order())
@@ -538,7 +543,7 @@ def _forget_what_is_read(self, block, still_read=False):
 
 FAULTS = [
     fault("no segments", append_n=FreeKVCacheBlockQueue.append_n),
-    fault("a hit does not promote", promote=lambda self, block: None),
+    fault("a hit does not promote", promote=lambda self, blocks: None),
     fault("a lost hash does not requeue", forget=_forget_in_place),
     fault("a lost hash in use keeps its level", forget=_forget_only_free),
     fault("a block that is still read goes next", forget=_forget_what_is_read),

@@ -30,7 +30,7 @@ PLAIN = (
     "full+chunked",
 )
 OFFLOADED = ("full+sliding", "gemma-small", "mla+windows")
-# Where checkpoints on probation live long enough for the walk to meet them.
+# Where the walk meets checkpoints on probation.
 WALKED = ("full+sliding", "mla+windows")
 SIDES = pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 
@@ -132,7 +132,7 @@ def test_lazy_offload_walks_in_eviction_order(geometry, asynchronous):
     engine = make_engine(geometry, None, "lazy", asynchronous=asynchronous)
     watched = WatchedWalk(engine)
     run_random(engine, seed=4, requests=120, aborts=0, resets=0)
-    assert watched.copied > watched.on_probation > 20
+    assert watched.copied > watched.on_probation > 10
 
 
 def _forget_in_place(queue, block, still_read=False) -> None:
@@ -194,4 +194,3 @@ def test_planted_fault_in_the_walk_is_found(monkeypatch):
     monkeypatch.setattr(engine, "check", lambda: None)
     with pytest.raises(AssertionError):
         run_random(engine, seed=4, requests=120, aborts=0, resets=0)
-    assert watched.copied

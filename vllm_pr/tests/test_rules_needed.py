@@ -16,6 +16,7 @@ from vllm_pr.prove import TESTS, run_tests
 
 POOL = "vllm/v1/core/block_pool.py"
 MANAGER = "vllm/v1/core/single_type_kv_cache_manager.py"
+ARGS = "vllm/engine/arg_utils.py"
 CONFIG = "vllm/config/cache.py"
 
 
@@ -39,11 +40,12 @@ def tree_without(rule: str, edited: str, folder: Path) -> Path:
 @pytest.mark.parametrize(
     ("edited", "rule", "test"),
     [
-        (POOL, "promote-on-hit", "test_free_block_queue"),
+        (MANAGER, "promote-on-hit", "test_session_switch"),
         (POOL, "forget-removed-hash", "test_free_block_queue"),
         (POOL, "unpin-to-the-very-end", "test_free_block_queue"),
         (POOL, "reset-segments", "test_free_block_queue"),
         (MANAGER, "mark-dense-checkpoints", "test_session_switch"),
+        (ARGS, "kv-connector-keeps-interval-zero", "test_default_retention_interval"),
         (CONFIG, "default-interval-none", "test_default_retention_interval"),
     ],
 )

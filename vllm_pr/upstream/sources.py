@@ -18,13 +18,15 @@ from vllm_pr.upstream.hub import write_hub
 
 FOLDER = BUILD / "upstream"
 SIDES = ("stock", "changed")
-# Whole folders, and every other test file that names a part of the pool.
+# Whole folders, and every other file that names a part of the pool or the interval.
 _FOLDERS = ("core", "kv_connector/unit", "kv_offload", "simple_kv_offload")
 _POOL = re.compile(
     r"BlockPool|block_pool|FreeKVCacheBlockQueue|free_block_queue|KVCacheBlock\b"
     r"|KVCacheManager|KVCacheCoordinator|kv_cache_utils|create_scheduler"
     r"|BlockStored|BlockRemoved|KVEventBatch|EventPublisher"
+    r"|prefix_cache_retention_interval"
 )
+_OTHERS = ("v1", "distributed", "engine", "config")
 _COPIED = ("tests", "examples", "pyproject.toml")
 _REQUIREMENTS = Path(__file__).with_name("requirements.txt")
 # torchvision's library does not load beside this torch; its Python part, which the
@@ -82,6 +84,8 @@ def both_sides(release: str | None, part: str) -> Iterator[tuple[Side, Side]]:
         sides = []
         for name, tree in zip(SIDES, trees, strict=True):
             root = _copy_tests(source, FOLDER / release / name)
+            if name == "changed":
+                _edit_tests(root, release, part)
             folders = [str(folder) for folder in (tree, packages) if folder]
             sides.append(Side(name, release, root, _environment(folders, hub)))
         yield tuple(sides)
@@ -109,8 +113,8 @@ def select(root: Path, only: str | None = None) -> list[str]:
     """
     v1 = root / "tests" / "v1"
     chosen = {file for part in _FOLDERS for file in (v1 / part).rglob("test_*.py")}
-    for folder in (v1, root / "tests" / "distributed"):
-        for file in set(folder.rglob("test_*.py")) - chosen:
+    for folder in _OTHERS:
+        for file in set((root / "tests" / folder).rglob("test_*.py")) - chosen:
             if _POOL.search(file.read_text(encoding="utf-8")):
                 chosen.add(file)
     names = sorted(str(file.relative_to(root)) for file in chosen)
@@ -128,6 +132,19 @@ def _copy_tests(source: Path, target: Path) -> Path:
         elif (source / name).exists():
             shutil.copy2(source / name, target / name)
     return target
+
+
+def _edit_tests(root: Path, release: str, part: str) -> None:
+    """Change what the change itself changes in upstream's tests."""
+    from vllm_pr.patching import engine
+    from vllm_pr.patching.sources import Sources
+    from vllm_pr.patching.trees import parts_of
+
+    for edits in Sources().edits:
+        rules = edits.select(release, parts_of(part))
+        file = root / edits.edits
+        if rules and edits.edits.startswith("tests/"):
+            file.write_bytes(engine.rewrite(file.read_bytes(), edits, rules, release))
 
 
 def _packages() -> Path:

@@ -105,7 +105,7 @@ def test_segments_refill_after_a_removal(removed, segment):
     rest = [block_id for block_id in order(queue) if block_id != removed]
     queue.remove(blocks[removed])
     assert order(queue) == rest
-    queue.promote(blocks[removed])
+    queue.promote([blocks[removed]])
     put_back(queue, blocks[removed], segment)
     segments = list(SEGMENTS)
     segments[removed] = segment
@@ -136,7 +136,7 @@ def test_promoted_block_is_freed_as_protected():
     queue, blocks = make_queue(PROTECTED, 4, PROTECTED)
     assert order(queue) == [1, 0, 2]
     queue.remove(blocks[1])
-    queue.promote(blocks[1])
+    queue.promote([blocks[1]])
     queue.append_n([blocks[1]])
     assert order(queue) == [0, 2, 1]
 
@@ -275,17 +275,18 @@ def test_pool_evicts_a_hash_only_when_nothing_cheaper_is_left():
 
 
 @pytest.mark.parametrize("in_use", [False, True])
-def test_pool_promotes_a_checkpoint_on_a_hit(in_use):
+def test_pool_keeps_a_pinned_checkpoint_on_probation(in_use):
+    """A store that copies a checkpoint is no request that hits it."""
     pool = Pool(4)
-    first, hit, last = ([block] for block in pool.take(3))
-    for blocks in (first, hit, last):
-        pool.cache(blocks, 1)
+    first, pinned, last = ([block] for block in pool.take(3))
+    for blocks, level in ((first, 1), (pinned, 1), (last, 2)):
+        pool.cache(blocks, level)
     if not in_use:
-        pool.pool.free_blocks(hit)
-    pool.pool.touch(hit)
-    for blocks in (hit, first, last) + ((hit,) if in_use else ()):
+        pool.pool.free_blocks(pinned)
+    pool.pool.touch(pinned)
+    for blocks in (first, last, pinned) + ((pinned,) if in_use else ()):
         pool.pool.free_blocks(blocks)
-    assert pool.handed_out(3) == ids(first + last + hit)
+    assert pool.handed_out(3) == ids(first + pinned + last)
 
 
 def test_pool_hands_out_first_what_evict_blocks_unhashed():

@@ -46,6 +46,16 @@ def test_system_prompt_survives_the_prefill_of_another():
     assert session.prefill(system + tokens(5_000_000, 2_500)) == len(system)
 
 
+def test_checkpoint_that_was_hit_survives_the_prefill_of_another():
+    session = Session(interval=None)
+    session.prefill(A[:50_000])
+    hit, other = 101 * ALIGNMENT, 151 * ALIGNMENT
+    assert session.prefill(A[:hit] + tokens(2_000_000, 1_000)) == hit
+    session.prefill(B)
+    assert session.prefill(A[:hit] + tokens(8_000_000, 1_000)) == hit
+    assert session.prefill(A[:other] + tokens(9_000_000, 1_000)) < other
+
+
 def test_prefill_caches_no_checkpoint_that_it_would_evict_again():
     session = Session(interval=None, num_blocks=6_000, enable_kv_cache_events=True)
 

@@ -82,9 +82,10 @@ class SegmentedFreeBlockQueue(FreeKVCacheBlockQueue):
             return 0
         return self._levels[head.block_id] or NUM_PROBATIONARY_LEVELS + 1
 
-    def promote(self, block: KVCacheBlock) -> None:
-        """Let a block that is not in the queue be freed as protected."""
-        self._levels[block.block_id] = 0
+    def promote(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """Let blocks that are not in the queue be freed as protected."""
+        for block in blocks:
+            self._levels[block.block_id] = 0
 
     def forget(self, block: KVCacheBlock, still_read: bool = False) -> None:
         """Note that a block lost its hash; if it is free, it is the next to go.
