@@ -113,6 +113,12 @@ def test_a_file_that_does_not_import_is_one_outcome(make_side):
     assert "no_such_package_anywhere" in last_line(outcome[1].reason)
 
 
+def test_a_bare_assertion_is_classed_by_what_it_asserts():
+    reason = ">       assert tensor.is_cuda\nE       AssertionError\n"
+    assert reason_class(reason) == "needs GPU"
+    assert last_line(reason) == "assert tensor.is_cuda"
+
+
 @pytest.fixture
 def flaky_sides(make_side) -> Iterator[tuple[Side, ...]]:
     yield tuple(make_side(name, flaky=FLAKY) for name in sources.SIDES)

@@ -25,7 +25,8 @@ _REASONS = (
     (
         "needs GPU",
         r"(?i)cuda|nvidia|\bgpus?\b|rocm|\bhip\b|\bxpu\b|triton|nccl|accelerator"
-        r"|block size|not supported on cpu|CPUAttention|flash.?attn|InductorError",
+        r"|block size|not supported on cpu|platform cpu|CPUAttention|flash.?attn"
+        r"|InductorError",
     ),
     ("timed out", r"(?i)time(d )?-?out"),
 )
@@ -117,4 +118,8 @@ def last_line(reason: str) -> str:
 
 
 def _error_lines(reason: str) -> list[str]:
-    return [line[1:].strip() for line in reason.splitlines() if line[:2] == "E "]
+    lines = reason.splitlines()
+    errors = [line[1:].strip() for line in lines if line[:2] == "E "]
+    if errors == ["AssertionError"]:  # says nothing: what was asserted does
+        errors = [line[1:].strip() for line in lines if line[:2] == "> "][-1:] + errors
+    return errors
