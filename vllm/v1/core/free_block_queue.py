@@ -156,10 +156,12 @@ class SegmentedFreeBlockQueue(FreeKVCacheBlockQueue):
         """Put blocks without a hash at the front of the queue."""
         if not blocks:
             return
-        self._drop_popped_ends()
-        super().prepend_n(blocks)
-        if self._ends[0] is self.fake_free_list_head:
+        end = self._ends[0]
+        assert end is not None
+        if end is self.fake_free_list_head or end.next_free_block is None:
+            self._drop_popped_ends()
             self._ends[0] = blocks[-1]
+        super().prepend_n(blocks)
 
     def _last_block(self) -> KVCacheBlock:
         last_block = self.fake_free_list_tail.prev_free_block
