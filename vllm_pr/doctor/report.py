@@ -35,9 +35,10 @@ def show_server(out: Console, server: Server) -> None:
         f"context {_count(server.max_model_len)}",
     ]
     if server.metrics:
+        tokens = server.capacity_tokens  # not told before 0.24.0
         facts += [
             f"pool {_count(server.blocks)} blocks"
-            + (f" = {server.capacity_tokens:,} tokens" * bool(server.capacity_tokens)),
+            + (f" = {tokens:,} tokens" if tokens else ""),
             f"block {_count(server.block_size)}"
             + (f", hit alignment {server.alignment}" * bool(server.alignment)),
             f"interval {'not told' if server.interval is None else server.interval}",

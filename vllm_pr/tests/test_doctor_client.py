@@ -277,6 +277,22 @@ def test_saved_file_tells_what_the_interval_means(tmp_path, more, release, findi
     assert run.names("unsure") == {finding, "not-measured"}
 
 
+OLD_CONFIG = (  # as 0.23.0 reports it: without a capacity in tokens
+    'vllm:cache_config_info{{block_size="16",cache_dtype="auto",engine="0",'
+    'enable_prefix_caching="True",gpu_memory_utilization="0.9",'
+    'num_gpu_blocks="300",prefix_cache_retention_interval="None"{more}}} 1.0\n'
+)
+
+
+@pytest.mark.parametrize("more", ["", ',kv_cache_size_tokens="None"'])
+def test_saved_file_without_a_capacity(tmp_path, more):
+    run = saved(tmp_path, OLD_CONFIG.format(more=more), "--release", "0.23.0")
+    assert run.status == 2, run.err
+    assert "pool 300 blocks · block 16 · interval None" in run.out
+    assert run.names("unsure") == {"session-flush", "not-measured"}
+    assert run.evidence.server.capacity_tokens is None
+
+
 def test_saved_file_counts(tmp_path):
     counters = (
         'vllm:prefix_cache_queries_total{engine="0"} 1000\n'

@@ -7,13 +7,15 @@ engines, EAGLE), it changes single figures of a recording and says which.
 """
 
 import copy
+import io
 import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
-from vllm_pr.doctor import remedies, verdicts
+from vllm_pr.doctor import remedies, report, verdicts
 from vllm_pr.doctor.errors import DoctorError
 from vllm_pr.doctor.evidence import EDITED, Evidence, Server, from_json, to_json
 from vllm_pr.doctor.metrics import describe, parse, parse_wanted
@@ -57,6 +59,20 @@ def test_evidence_survives_json():
     for path in RECORDED.glob("*.json"):
         evidence = recorded(path.stem)
         assert from_json(to_json(evidence)) == evidence
+
+
+@pytest.mark.parametrize("name", [path.stem for path in RECORDED.glob("*.json")])
+def test_each_server_can_be_shown_without_a_capacity(name):
+    """As releases before 0.24.0, which report none."""
+    evidence = recorded(name)
+    evidence.server.capacity_tokens = None
+    findings = examine(evidence)
+    with (out := Console(file=io.StringIO())).capture() as shown:
+        report.show_server(out, evidence.server)
+        report.show_plan(out, evidence.server, evidence.plan, 270.0)
+        report.show(out, evidence, findings)
+    assert "None tokens" not in shown.get()
+    assert b'"capacity_tokens": null' in report.as_json(evidence, findings)
 
 
 # -- the session switch ----------------------------------------------------------------
