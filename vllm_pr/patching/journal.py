@@ -29,7 +29,11 @@ from vllm_pr.patching.tree import Tree
 
 STATE = ".vllm-pr"
 _MANIFEST = "manifest.json"
+_NEW = "new"  # the new contents: goes last, when all is done
 _FORMAT = 1
+_NO_ORIGINAL = (
+    "nothing was changed: install vLLM again, then `revert` takes away what is left"
+)
 
 
 @dataclass
@@ -119,6 +123,11 @@ def has_state(tree: Tree) -> bool:
     return os.path.lexists(tree.package / STATE)
 
 
+def is_unfinished(tree: Tree) -> bool:
+    """Whether an apply has begun and not come to its end."""
+    return (tree.package / STATE / _NEW).exists()
+
+
 def file_state(tree: Tree, entry: Entry) -> str:
     """``changed``, ``original``, ``edited`` or ``missing``."""
     path = tree.root / entry.path
@@ -193,11 +202,11 @@ def change(tree: Tree, changes: list[Change], manifest: Manifest) -> None:
         for folder in manifest.folders:
             _make_folder(tree.root / folder)
         for index, entry in enumerate(manifest.entries):
-            os.replace(state / "new" / str(index), tree.root / entry.path)
+            os.replace(state / _NEW / str(index), tree.root / entry.path)
         _sync_folders(tree, manifest)
         for cache in manifest.caches:
             (tree.root / cache.path).unlink(missing_ok=True)
-        shutil.rmtree(state / "new")
+        shutil.rmtree(state / _NEW)
     except BaseException as error:
         restore(tree, manifest if (state / _MANIFEST).exists() else None)
         if isinstance(error, OSError):
@@ -214,11 +223,14 @@ def restore(tree: Tree, manifest: Manifest | None, discard: bool = False) -> Non
     Args:
         manifest: What was done; None when only a journal was begun.
         discard: Put back also what was edited since.
+
+    Raises:
+        PatchError: An original is damaged or gone; nothing was changed.
     """
     state = tree.package / STATE
     if manifest is not None:
-        for index, entry in enumerate(manifest.entries):
-            _restore_file(tree, state, str(index), entry, discard)
+        for entry, content in _originals(tree, manifest, discard):
+            _restore_file(tree, state, entry, content)
         _restore_caches(tree, state, manifest)
         for folder in reversed(manifest.folders):
             with suppress(OSError):  # not empty: the user has put something there
@@ -230,18 +242,26 @@ def restore(tree: Tree, manifest: Manifest | None, discard: bool = False) -> Non
     _sync(tree.package)
 
 
-def _restore_file(
-    tree: Tree, state: Path, name: str, entry: Entry, discard: bool
-) -> None:
+def _originals(
+    tree: Tree, manifest: Manifest, discard: bool
+) -> list[tuple[Entry, bytes | None]]:
+    """What is to be put back, all of it loaded and checked; None for a new file."""
+    found = []
+    for index, entry in enumerate(manifest.entries):
+        state = file_state(tree, entry)
+        if state == "changed" or (discard and state != "original"):
+            new = entry.before is None
+            content = None if new else _load_original(tree, f"{index}", entry.before)
+            found.append((entry, content))
+    return found
+
+
+def _restore_file(tree: Tree, state: Path, entry: Entry, content: bytes | None) -> None:
     path = tree.root / entry.path
-    found = file_state(tree, entry)
-    if found == "original" or (found != "changed" and not discard):
-        return
-    if entry.before is None:
+    if content is None:
         path.unlink()
-        return
-    content = _load_original(tree, name, entry.before)
-    _put_back(content, state, path, entry.mode or 0o644, entry.mtime_ns or 0)
+    else:
+        _put_back(content, state, path, entry.mode or 0o644, entry.mtime_ns or 0)
 
 
 def _restore_caches(tree: Tree, state: Path, manifest: Manifest) -> None:
@@ -254,7 +274,12 @@ def _restore_caches(tree: Tree, state: Path, manifest: Manifest) -> None:
     for index, cache in enumerate(manifest.caches):
         path = tree.root / cache.path
         if _source_of(path) in restored and path.parent.is_dir():
-            content = zlib.decompress((state / "old" / f"cache{index}").read_bytes())
+            try:
+                packed = (state / "old" / f"cache{index}").read_bytes()
+                content = zlib.decompress(packed)
+            except (OSError, zlib.error):
+                path.unlink(missing_ok=True)  # Python makes it again
+                continue
             _put_back(content, state, path, cache.mode, cache.mtime_ns)
     kept = {cache.path for cache in manifest.caches}
     for entry in manifest.entries:
@@ -271,13 +296,13 @@ def _write_journal(
     tree: Tree, changes: list[Change], manifest: Manifest, state: Path
 ) -> None:
     _make_folder(state / "old")
-    _make_folder(state / "new")
+    _make_folder(state / _NEW)
     _write(state / ".gitignore", b"*\n")
     manifest.entries = []
     for index, item in enumerate(changes):
         path = tree.root / item.path
         entry = Entry(item.path, None, digest(item.after))
-        new = state / "new" / str(index)
+        new = state / _NEW / str(index)
         _write(new, item.after)
         if item.before is None:
             os.chmod(new, 0o644)
@@ -296,7 +321,7 @@ def _write_journal(
     content = json.dumps(asdict(manifest), indent=1).encode()
     _write(state / "manifest.new", content)
     _sync(state / "old")
-    _sync(state / "new")
+    _sync(state / _NEW)
     os.replace(state / "manifest.new", state / _MANIFEST)
     _sync(state)
     _sync(tree.package)
@@ -350,9 +375,9 @@ def _load_original(tree: Tree, name: str, expected: str) -> bytes:
     try:
         content = zlib.decompress(path.read_bytes())
     except (OSError, zlib.error) as error:
-        raise PatchError(f"{path} is not readable: {error}") from None
+        raise PatchError(f"{path} is not readable: {error}", _NO_ORIGINAL) from None
     if digest(content) != expected:
-        raise PatchError(f"{path} is not what the manifest says: install vLLM again")
+        raise PatchError(f"{path} is not what the manifest says", _NO_ORIGINAL)
     return content
 
 

@@ -78,7 +78,9 @@ def _inspect_manifest(
 ) -> Status:
     files = {entry.path: journal.file_state(tree, entry) for entry in manifest.entries}
     state = _state_of(set(files.values()))
-    if state != APPLIED and _base(version) != _base(manifest.version):
+    if state == APPLIED and journal.is_unfinished(tree):
+        state = PARTLY
+    elif state != APPLIED and _base(version) != _base(manifest.version):
         state = REINSTALLED
     found = Status(str(tree.root), state, "vllm-pr", version, manifest.release, files)
     found.is_current = manifest.fingerprint == sources.fingerprint

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -135,7 +136,7 @@ def check_recovery(copy: Path, tree: Tree, sources: Sources, before: dict) -> No
     found = status(tree, sources)
     states = set(found.files.values())
     if found.state == "partly":
-        assert states == {"original", "changed"} and found.notes
+        assert states <= {"original", "changed"} and found.notes
     else:
         wanted = {"applied": {"changed"}, "not applied": {"original"}}
         assert states == wanted[found.state]
@@ -145,6 +146,7 @@ def check_recovery(copy: Path, tree: Tree, sources: Sources, before: dict) -> No
     other = open_tree(copy)
     apply(other, sources)
     assert status(other, sources).state == "applied"
+    assert not (copy / CACHE).exists()
     revert(other, sources)
     assert kit.snapshot(copy) == before
 
@@ -191,6 +193,9 @@ def test_apply_killed_at_any_step(tmp_path, sources):
     ):
         check_whole(tree, old, new)
         seen.add(status(tree, sources).state)
+        if status(tree, sources).state == "applied":
+            assert without_state(kit.snapshot(tree.root, times=False)) == new
+            assert not (tree.package / journal.STATE / "new").exists()
         check_recovery(copy, tree, sources, before)
     assert seen == {"not applied", "partly", "applied"}
 
@@ -279,6 +284,33 @@ def test_edited_after_apply_is_refused_until_dropped(tree, sources):
     assert kit.snapshot(tree.root) == edited
     revert(tree, sources, discard_edits=True)
     assert kit.snapshot(tree.root) == before
+
+
+def test_a_damaged_backup_is_refused_before_anything_is_put_back(tree, sources):
+    apply(tree, sources)
+    old = tree.package / journal.STATE / "old"
+    last = max(old.iterdir(), key=lambda path: path.name)
+    content = last.read_bytes()
+    for damage in (b"junk", content[:-9], zlib.compress(b"another file")):
+        last.write_bytes(damage)
+        before = kit.snapshot(tree.root)
+        with pytest.raises(PatchError, match="(?s)nothing was changed.*install vLLM"):
+            revert(tree, sources)
+        assert kit.snapshot(tree.root) == before
+    last.write_bytes(content)
+    assert revert(tree, sources).action == "reverted"
+
+
+def test_without_backups_a_new_install_gets_back(tmp_path, sources):
+    tree = make_tree(tmp_path / "tree")
+    apply(tree, sources)
+    shutil.rmtree(tree.package / journal.STATE / "old")
+    with pytest.raises(PatchError, match="(?s)nothing was changed.*install vLLM"):
+        revert(tree, sources)
+    kit.write(tree.root, kit.FILES)
+    assert revert(tree, sources).action == "reverted"
+    assert status(tree, sources).state == "not applied"
+    assert not (tree.package / journal.STATE).exists()
 
 
 def test_removed_after_apply_is_refused_until_dropped(tree, sources):
