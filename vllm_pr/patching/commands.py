@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 if TYPE_CHECKING:
     from vllm_pr.patching.operations import Outcome
@@ -84,7 +85,7 @@ def status(
     else:
         console = _console()
         release = f"vLLM {found.version or 'of unknown version'}"
-        console.print(f"{found.tree} ({release}): [bold]{found.state}[/bold]")
+        console.print(f"{escape(found.tree)} ({release}): [bold]{found.state}[/bold]")
         if found.state != state.NOT_APPLIED or found.by:
             for path, what in found.files.items():
                 console.print(f"  {what:9}{path}", markup=False)
@@ -195,7 +196,7 @@ def _report(outcome: Outcome, as_json: bool) -> None:
         return
     console = _console()
     release = f" (release {outcome.release})" if outcome.release else ""
-    console.print(f"{outcome.tree}{release}: [bold]{outcome.action}[/bold]")
+    console.print(f"{escape(outcome.tree)}{release}: [bold]{outcome.action}[/bold]")
     if outcome.action != "already applied":
         for path in outcome.files:
             console.print(f"  {path}", markup=False)

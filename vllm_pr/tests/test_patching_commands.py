@@ -96,6 +96,15 @@ def test_exit_status_and_text_of_a_round_trip(tree):
     assert run("revert", tree.root).exit_code == 0
 
 
+def test_a_path_with_brackets_is_a_path(tmp_path):
+    root = kit.make_tree(tmp_path / "[bold]a[" / "red]").root
+    for command, exit_code in (("status", 1), ("apply", 0), ("status", 0)):
+        result = run(command, root)
+        assert result.exit_code == exit_code
+        assert result.stdout.startswith(f"{root} (")
+    assert run("revert", root).stdout.startswith(f"{root} (")
+
+
 def test_json(tree):
     found = json.loads(run("status", tree.root, "--json").stdout)
     assert found["state"] == "not applied"
