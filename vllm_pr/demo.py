@@ -7,7 +7,6 @@ model's chat template, and its figures are the engine's own.
 """
 
 import json
-import os
 import random
 import string
 from collections.abc import Iterator, Sequence
@@ -32,6 +31,7 @@ from vllm_pr.engine.models import tiny_model
 from vllm_pr.engine.processes import EngineError
 from vllm_pr.engine.runner import Engine, start_engine
 from vllm_pr.engine.tokenizer import PRELUDE_TOKENS
+from vllm_pr.outputs import JsonFile
 from vllm_pr.patching.errors import PatchError
 
 STOCK = ("stock-none", "stock-default")
@@ -300,10 +300,7 @@ def demo(
     model: Annotated[
         str, typer.Option(help=f"Tiny model: {' or '.join(SIZES)}.")
     ] = "dsv4-tiny",
-    json_file: Annotated[
-        Path | None,
-        typer.Option("--json", help="Also write the rows to this file, as JSON."),
-    ] = None,
+    json_file: JsonFile = None,
     release: Annotated[
         str | None,
         typer.Option(help="Another vLLM release, fetched once; default: installed."),
@@ -323,8 +320,6 @@ def demo(
     try:
         tiny_model(model)
         size = SIZES[model] if blocks is None else replace(SIZES[model], blocks=blocks)
-        if json_file:
-            _check_writable(json_file)
         rows, ran = run(model, _trees(model, release), size, progress)
     except (ValueError, OSError, EngineError, PatchError) as error:
         reason = _too_small(size) if TOO_SMALL in str(error) else str(error)
@@ -368,14 +363,3 @@ def _too_small(size: Size) -> str:
 
 def _version(text: str) -> tuple[int, ...]:
     return tuple(map(int, text.split(".")))
-
-
-def _check_writable(path: Path) -> None:
-    """Raise ``OSError`` unless ``path`` can be written, without touching it."""
-    there = path if path.exists() else path.parent
-    if path.is_dir():
-        raise OSError(f"cannot write {path}: it is a folder")
-    if not there.exists():
-        raise OSError(f"cannot write {path}: there is no folder {there}")
-    if not os.access(there, os.W_OK):
-        raise OSError(f"cannot write {path}: no permission")

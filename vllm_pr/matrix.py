@@ -24,6 +24,7 @@ from typing import IO, TYPE_CHECKING, Annotated
 
 import typer
 
+from vllm_pr.outputs import JsonFile, writable
 from vllm_pr.patching.errors import PatchError
 from vllm_pr.releases import ROOT, Release, find_release, known_releases, stock_tree
 from vllm_pr.scenarios import SCENARIOS
@@ -462,14 +463,13 @@ def matrix(
         list[str] | None,
         typer.Option(help="A scenario; more than once for several. Default: all."),
     ] = None,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write all rows here.")
-    ] = None,
+    json_file: JsonFile = None,
     docs: Annotated[
         Path | None,
         typer.Option(
             help="Page whose tables are regenerated. Default: docs/releases.md when "
-            "all releases and scenarios run."
+            "all releases and scenarios run.",
+            callback=writable,
         ),
     ] = None,
 ) -> None:
@@ -487,7 +487,8 @@ def matrix(
         if (release or scenario) and docs is not None:
             raise PatchError("--docs needs all: leave --release and --scenario out")
         docs = docs or (None if release or scenario else DOCS)
-        _check_outputs(json_file, docs)
+        if docs is not None:
+            _read_page(docs)
         jobs, missing = _prepare(releases or list(known_releases()), scenarios, console)
     except PatchError as error:
         _say(console, error.lines)
@@ -505,15 +506,6 @@ def _scenarios(names: list[str] | None) -> tuple[str, ...]:
             known = ", ".join(SCENARIOS)
             raise PatchError(f"no such scenario: {name} (known: {known})")
     return tuple(names or SCENARIOS)
-
-
-def _check_outputs(json_file: Path | None, docs: Path | None) -> None:
-    if json_file is not None and (
-        json_file.is_dir() or not os.access(json_file.absolute().parent, os.W_OK)
-    ):
-        raise PatchError(f"--json {json_file}: cannot be written there")
-    if docs is not None:
-        _read_page(docs)
 
 
 def _say(console: Console, lines: Iterable[str]) -> None:
@@ -582,6 +574,6 @@ def _report(
     print_tables(results, plain if plain.is_terminal else Console(width=_PIPE_WIDTH))
     if json_file is not None:
         rows = [asdict(result) for result in results.all]
-        _write(json_file, json.dumps(rows, indent=1) + "\n")
+        json_file.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     if docs is not None:
         write_docs(docs, results, missing)

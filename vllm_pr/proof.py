@@ -15,6 +15,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from vllm_pr.outputs import JsonFile
+
 TESTS = Path(__file__).resolve().parent / "tests"
 PREFIX = "test_proof_"
 FIGURES = "VLLM_PR_FIGURES"  # names the file that the tests write them to
@@ -30,10 +32,7 @@ def proof(
         list[str] | None,
         typer.Argument(help=f"{', '.join(parts())}; all of them by default."),
     ] = None,
-    json_file: Annotated[
-        Path | None,
-        typer.Option("--json", metavar="FILE", help="Write the figures as JSON."),
-    ] = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Run the tests that the proof rests on; print the figures that they record.
 

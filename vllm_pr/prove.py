@@ -18,6 +18,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from vllm_pr.outputs import JsonFile
+
 ROOT = Path(__file__).resolve().parent.parent
 TESTS = ROOT / "tests" / "v1" / "core"
 
@@ -85,10 +87,7 @@ def prove(
     release: Annotated[
         str | None, typer.Option(help="A release instead of the installed vLLM.")
     ] = None,
-    json_file: Annotated[
-        Path | None,
-        typer.Option("--json", metavar="FILE", help="Write the outcomes as JSON."),
-    ] = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Run the upstream-bound tests on stock and on changed vLLM.
 

@@ -21,6 +21,8 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
+from vllm_pr.outputs import JsonFile, writable
+
 TRACE_REQUESTS = 600
 PLAIN_WIDTH = 130  # of a table, where there is no terminal
 COST_REQUESTS = 300  # of the trace, where its cost is measured
@@ -173,9 +175,7 @@ def bench(
     full: Annotated[
         bool, typer.Option("--full", help="All pools, settings and models (two hours).")
     ] = False,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write results here.")
-    ] = None,
+    json_file: JsonFile = None,
     trace: Annotated[
         Path | None,
         typer.Option(
@@ -198,7 +198,9 @@ def bench(
     plots: Annotated[
         Path | None,
         typer.Option(
-            metavar="DIR", help="Where plots go (default: build/bench/plots)."
+            metavar="DIR",
+            help="Where plots go (default: build/bench/plots).",
+            callback=writable,
         ),
     ] = None,
     jobs: Annotated[
@@ -223,8 +225,6 @@ def bench(
     names = workload or known
     if unknown := [name for name in names if name not in known]:
         _refuse(f"no workload {unknown[0]!r}: there is {', '.join(known)}")
-    if json_file and not json_file.parent.is_dir():
-        _refuse(f"--json {json_file}: no folder {json_file.parent}")
     try:
         console = Console()
         if not console.is_terminal:

@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from vllm_pr.outputs import JsonFile
+
 
 def doctor(
     url: Annotated[
@@ -42,9 +44,7 @@ def doctor(
         Path | None,
         typer.Option(metavar="PEM", help="Certificate authorities to trust."),
     ] = None,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Also write JSON.")
-    ] = None,
+    json_file: JsonFile = None,
     prometheus: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Explain a saved /metrics text; no server."),

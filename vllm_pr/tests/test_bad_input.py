@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a user gets wrong is one clear line, and nothing is started or written."""
 
+import os
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
+from doctor_kit import one_line
 from patching_kit import snapshot
 from typer.testing import CliRunner
 
@@ -56,6 +59,43 @@ def test_half_applied_tree(changed):
         said = refused(command, changed)
         assert "partly" in said and "but not" in said
     assert snapshot(changed) == before
+
+
+RESULTS = (
+    *(("prove", "--json"), ("proof", "--json"), ("bench", "--json")),
+    *(("upstream", "--json"), ("matrix", "--json"), ("demo", "--json")),
+    ("doctor", "--yes", "--url", "http://127.0.0.1:1", "--json"),
+)
+
+
+@pytest.mark.parametrize("words", RESULTS, ids=lambda words: words[0])
+def test_a_result_that_cannot_be_written_is_told_first(words, tmp_path, monkeypatch):
+    """As root everything can be written, so the answer of the system is given."""
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("started"))
+    for path, says in (
+        (tmp_path, "it is a folder"),
+        (tmp_path / "missing" / "file", f"there is no folder {tmp_path / 'missing'}"),
+        (tmp_path / ("x" * 300), "File name too long"),
+    ):
+        line = one_line(refused(*words, path))
+        assert f"{words[-1]} {path}: {says}" in line
+    file = tmp_path / "file"
+    file.write_text("before")
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != file)
+    assert f"{file}: no permission" in one_line(refused(*words, file))
+    assert file.read_text() == "before"
+
+
+def test_plots_that_cannot_be_written_are_told_first(tmp_path, monkeypatch):
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("started"))
+    file = tmp_path / "file"
+    file.write_text("before")
+    for path in (file, file / "below"):
+        line = one_line(refused("bench", "--plots", path))
+        assert f"--plots {path}: {file} is not a folder" in line
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
+    line = one_line(refused("bench", "--plots", tmp_path / "new" / "newer"))
+    assert "no permission" in line
 
 
 def test_wrong_model_folder(tmp_path):

@@ -153,16 +153,6 @@ def test_bad_input_is_said_before_an_engine_starts(words, said):
     assert "Traceback" not in done.stderr
 
 
-def test_file_that_cannot_be_written(tmp_path, monkeypatch):
-    """As root everything can be written, so the answer of the system is given."""
-    file = tmp_path / "rows.json"
-    file.write_text("before")
-    monkeypatch.setattr(os, "access", lambda path, mode: False)
-    with pytest.raises(OSError, match="no permission"):
-        demo._check_writable(file)
-    assert file.read_text() == "before"
-
-
 def test_help_needs_no_vllm():
     script = (
         "import sys; from vllm_pr import demo; "

@@ -22,6 +22,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
+from vllm_pr.outputs import JsonFile
 from vllm_pr.upstream.compare import Comparison, Rerun, compare
 from vllm_pr.upstream.runs import Outcome, Runner
 from vllm_pr.upstream.sources import SIDES, Side, both_sides, select
@@ -44,9 +45,7 @@ def upstream(
     jobs: Annotated[
         int | None, typer.Option(min=1, help="Files at a time (default: one a core).")
     ] = None,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write results here.")
-    ] = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Run upstream's own tests on stock and on changed, and compare.
 
@@ -57,8 +56,6 @@ def upstream(
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     with ExitStack() as stack:
         try:
-            if json_file and not json_file.absolute().parent.is_dir():
-                raise ValueError(f"no folder {json_file.absolute().parent}")
             with console.status("laying out upstream's tests and both sides"):
                 sides = stack.enter_context(both_sides(release, part))
                 files = select(sides[0].root, only)
