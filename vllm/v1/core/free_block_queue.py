@@ -4,7 +4,6 @@
 
 from collections.abc import Sequence
 from itertools import compress
-from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from vllm.utils.math_utils import cdiv
@@ -17,8 +16,6 @@ if TYPE_CHECKING:
 
 # The top level spaces checkpoints by 2**11 hit boundaries: 64k tokens where one is 32.
 NUM_PROBATIONARY_LEVELS = 12
-
-_block_id = attrgetter("block_id")
 
 
 class SegmentedFreeBlockQueue(FreeKVCacheBlockQueue):
@@ -133,7 +130,10 @@ class SegmentedFreeBlockQueue(FreeKVCacheBlockQueue):
             return
         self._drop_popped_ends()
         levels, ends = self._levels, self._ends
-        if not any(map(levels.__getitem__, map(_block_id, blocks))):
+        for block in blocks:
+            if levels[block.block_id]:
+                break
+        else:
             super().append_n(blocks)
             return
         protected = []
@@ -212,6 +212,8 @@ def checkpoint_levels(
             step *= 2  # Every block has a higher level: those windows overlap.
             continue
         boundary = max(step, -(-(start_block - shift) // step) * step)
+        if boundary + shift - blocks_per_hit >= end_block:
+            break  # Nor is there a boundary of a higher level.
         while (first := boundary + shift - blocks_per_hit) < end_block:
             first = max(first, start_block)
             last = min(boundary + shift, end_block)
@@ -252,6 +254,8 @@ def put_on_probation(
     """
     spec = manager.kv_cache_spec
     if not isinstance(spec, SlidingWindowSpec):
+        return block_mask
+    if block_mask is not None and not any(block_mask):
         return block_mask
     alignment = manager.cache_hit_alignment_tokens
     protected = manager.reachable_block_mask(
