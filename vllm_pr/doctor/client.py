@@ -261,6 +261,8 @@ def _base(url: str) -> str:
         parsed = httpx.URL(url)
     except httpx.InvalidURL as error:
         raise DoctorError(f"not a URL: {url!r} ({error})") from None
+    if (parsed.port or 0) > 65535:
+        raise DoctorError(f"not a URL: {url!r} (ports end at 65535)")
     if parsed.scheme not in ("http", "https") or not parsed.host:
         raise DoctorError(f"not an HTTP URL: {url!r}: it should be http://HOST:PORT")
     if parsed.userinfo:

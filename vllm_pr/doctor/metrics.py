@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's ``/metrics`` text, reduced to what the doctor needs."""
 
+import math
 from collections import defaultdict
 from dataclasses import dataclass, field
 
@@ -87,11 +88,11 @@ def parse(text: str) -> Snapshot:
 
 
 def _take(snapshot: Snapshot, name: str, labels: dict, value: float) -> None:
+    snapshot.vllm |= name.startswith("vllm:")
+    if not math.isfinite(value):
+        return
     if name == "process_start_time_seconds":
         snapshot.started = value
-    if not name.startswith("vllm:"):
-        return
-    snapshot.vllm = True
     if short := _COUNTERS.get(name):
         snapshot.total[short] += value
     if name == "vllm:prefix_cache_queries_total":
@@ -124,7 +125,7 @@ def describe(snapshot: Snapshot, server: Server) -> None:
     server.capacity_tokens = _number(config, "kv_cache_size_tokens")
     server.alignment = _number(config, "cache_hit_alignment_tokens")
     interval = config.get("prefix_cache_retention_interval")
-    server.interval = int(interval) if (interval or "").isdigit() else None
+    server.interval = int(interval) if (interval or "").isdecimal() else None
     if interval == "None":
         server.interval = "None"
     if server.blocks and server.block_size and server.capacity_tokens:
@@ -134,4 +135,4 @@ def describe(snapshot: Snapshot, server: Server) -> None:
 
 def _number(labels: dict[str, str], name: str) -> int | None:
     text = labels.get(name, "")
-    return int(text) if text.isdigit() and int(text) > 0 else None
+    return int(text) if text.isdecimal() and int(text) > 0 else None

@@ -99,7 +99,8 @@ class Probes:
         server = self.evidence.server
         await self._choose_model(model)
         version = await self.api.get_json("/version")
-        server.version = version.get("version") if version else None
+        found = (version or {}).get("version")
+        server.version = found if isinstance(found, str) else None
         self._first = self._last = await self.api.metrics()
         describe(self._first, server)
         await self._try_tokenizer()
@@ -111,8 +112,10 @@ class Probes:
     async def _choose_model(self, wanted: str | None) -> None:
         server = self.evidence.server
         listed = await self.api.get_json("/v1/models")
-        models = [m for m in (listed or {}).get("data", []) if isinstance(m, dict)]
-        if listed is None or not models:
+        models = (listed or {}).get("data")
+        models = models if isinstance(models, list) else []
+        models = [model for model in models if isinstance(model, dict)]
+        if not models:
             raise DoctorError(
                 f"{server.url} has no OpenAI API (/v1/models): is this the right URL?"
             )
@@ -124,7 +127,9 @@ class Probes:
         bases = [m for m in models if not m.get("parent")] or models
         card = next((m for m in models if m.get("id") == wanted), bases[0])
         server.model = self.api.model = str(card.get("id"))
-        server.max_model_len = card.get("max_model_len")
+        context = card.get("max_model_len")
+        if type(context) is int and context > 0:
+            server.max_model_len = context
         if any(m.get("owned_by") == "vllm" for m in models):
             server.engine = "vllm"
 

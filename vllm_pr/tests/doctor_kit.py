@@ -190,6 +190,7 @@ class OtherEngine:
     Attributes:
         model: The model that it serves.
         context: Its ``max_model_len``; None to tell none.
+        models: What it lists instead of its model.
         reports: Whether usage tells cached tokens.
         key: Key that it wants.
         fail: What to do with a completion: "" to answer it, "404", "500", "garbage",
@@ -200,7 +201,8 @@ class OtherEngine:
     """
 
     model: str = "other-model"
-    context: int | None = None
+    context: object = None
+    models: object = ...
     reports: bool = False
     key: str | None = None
     fail: str = ""
@@ -226,7 +228,8 @@ class OtherEngine:
         card = {"id": self.model, "object": "model", "owned_by": "somebody"}
         if self.context:
             card["max_model_len"] = self.context
-        return self._refuses(request) or JSONResponse({"data": [card]})
+        models = [card] if self.models is ... else self.models
+        return self._refuses(request) or JSONResponse({"data": models})
 
     async def _chat(self, request: Request) -> Response:
         if refusal := self._refuses(request):

@@ -42,6 +42,7 @@ def closed_port() -> int:
         ("127.0.0.1:8000", "not an HTTP URL"),
         ("http://", "not an HTTP URL"),
         ("http://[::1", "not a URL"),
+        ("http://127.0.0.1:99999", "not a URL"),
         ("http://user:hunter2@127.0.0.1", "--api-key-env"),
         ("http://no-such-host.invalid:8000", "no host of that name"),
     ],
@@ -156,6 +157,20 @@ def test_model_that_is_not_served():
     with served(OtherEngine()) as place:
         line = fails("--url", f"http://{place}", "--model", "nobody")
         assert "'nobody'" in line and "other-model" in line
+
+
+@pytest.mark.parametrize("context", ["abc", "4096", -1, True, [1]])
+def test_context_that_is_no_number_is_unknown(context, tmp_path):
+    with served(OtherEngine(context=context)) as place:
+        run = doctor("--url", f"http://{place}", "--yes", json_file=tmp_path / "r.json")
+    assert "context unknown" in run.out
+    assert run.evidence.server.max_model_len is None
+
+
+@pytest.mark.parametrize("models", [None, 5, "abc", {}, [5]])
+def test_models_that_are_no_list(models):
+    with served(OtherEngine(models=models)) as place:
+        assert "no OpenAI API" in fails("--url", f"http://{place}")
 
 
 def test_context_too_short_for_the_probe():
@@ -304,6 +319,19 @@ def test_saved_file_counts(tmp_path):
     assert run.status == 1
     assert run.names() == {"preemption"}
     assert "25.0% of 1000 prompt tokens" in run.out
+
+
+@pytest.mark.parametrize("value", ["NaN", "+Inf", "-Inf"])
+def test_saved_counter_that_is_no_number(tmp_path, value):
+    counters = (
+        f"vllm:prefix_cache_queries_total {value}\n"
+        f"vllm:num_preemptions_total {value}\n"
+        f"vllm:kv_cache_usage_perc {value}\n"
+    )
+    run = saved(tmp_path, CONFIG.format(caching="True", more="") + counters)
+    assert run.status == 2
+    assert run.names("unsure") == {"not-measured"}
+    assert "since the start: no prompt" in run.out
 
 
 @pytest.mark.parametrize(
