@@ -23,6 +23,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+import msgspec
+from packaging.version import Version
+
 from vllm_pr.patching.errors import PatchError
 from vllm_pr.patching.plan import Change
 from vllm_pr.patching.tree import Tree
@@ -78,6 +81,13 @@ class Manifest:
     format: int = _FORMAT
 
 
+@dataclass
+class _Format:
+    """The part of a manifest that every version of it has."""
+
+    format: int
+
+
 @contextmanager
 def locked(tree: Tree, shared: bool = False) -> Iterator[None]:
     """Hold the tree; the lock is on ``vllm/`` itself, so nothing is left behind.
@@ -105,18 +115,27 @@ def load(tree: Tree) -> Manifest | None:
     Raises:
         PatchError: It is not one that this version reads.
     """
-    path = tree.package / STATE / _MANIFEST
+    state = tree.package / STATE
+    if state.is_symlink() or (state.exists() and not state.is_dir()):
+        raise PatchError(f"{state} is not a folder of vllm-pr: move it away")
+    path = state / _MANIFEST
     if not path.is_file():
         return None
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-        if data["format"] != _FORMAT:
-            raise ValueError(f"its format is {data['format']}, known is {_FORMAT}")
-        data["entries"] = [Entry(**entry) for entry in data["entries"]]
-        data["caches"] = [Cache(**cache) for cache in data["caches"]]
-        return Manifest(**data)
-    except (ValueError, KeyError, TypeError) as error:
-        raise PatchError(f"{path} is not readable: {error}") from None
+        content = path.read_bytes()
+        found = msgspec.json.decode(content, type=_Format).format
+        if found != _FORMAT:
+            raise ValueError(f"its format is {found}, known is {_FORMAT}")
+        manifest = msgspec.json.decode(content, type=Manifest)
+        if manifest.version is not None:
+            Version(manifest.version)
+        return manifest
+    except (ValueError, msgspec.DecodeError) as error:
+        raise PatchError(
+            f"{path} is not readable: {error}",
+            "nothing was changed: uninstall vLLM, delete what is left of "
+            f"{tree.package} and install it again",
+        ) from None
 
 
 def has_state(tree: Tree) -> bool:

@@ -70,8 +70,12 @@ def open_tree(path: Path) -> Tree:
     Raises:
         PatchError: There is no vLLM.
     """
-    root = path.resolve()
-    if not (root / "vllm" / "__init__.py").is_file():
+    try:
+        root = path.resolve()
+        is_there = (root / "vllm" / "__init__.py").is_file()
+    except (OSError, RuntimeError) as error:  # gone, not permitted, a loop of links
+        raise PatchError(f"no vLLM in {path}: {error}") from None
+    if not is_there:
         hint = ": name the folder that contains vllm/"
         if root.name == "vllm" and (root / "__init__.py").is_file():
             hint = f": name its parent, {root.parent}"
@@ -146,7 +150,7 @@ def _record(tree: Tree) -> dict[str, str]:
     for folder in _dist_infos(tree):
         record = folder / "RECORD"
         if record.is_file():
-            with record.open(encoding="utf-8", newline="") as file:
+            with record.open(encoding="utf-8", errors="replace", newline="") as file:
                 return {row[0]: row[1] for row in csv.reader(file) if len(row) > 1}
     return {}
 
@@ -167,7 +171,8 @@ def _dist_infos(tree: Tree) -> list[Path]:
 def _metadata(path: Path) -> str | None:
     if not path.is_file():
         return None
-    headers = HeaderParser().parsestr(path.read_text(encoding="utf-8"))
+    text = path.read_text(encoding="utf-8", errors="replace")
+    headers = HeaderParser().parsestr(text)
     return _valid(headers.get("Version"))
 
 
@@ -181,7 +186,7 @@ def _version_file(path: Path) -> str | None:
         return None
     try:
         module = ast.parse(path.read_text(encoding="utf-8"))
-    except (SyntaxError, UnicodeDecodeError):
+    except (SyntaxError, ValueError):
         return None
     for node in module.body:
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):

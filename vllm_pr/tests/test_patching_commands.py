@@ -19,7 +19,7 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
-from vllm_pr.patching import commands, export, sources, trees
+from vllm_pr.patching import commands, export, journal, sources, trees
 from vllm_pr.patching.errors import PatchError
 from vllm_pr.patching.tree import Tree, detect_version, installed_tree, open_tree
 
@@ -125,7 +125,84 @@ def test_json(tree):
     assert "cannot tell the release" in json.loads(result.stdout)["error"][0]
 
 
-@pytest.mark.parametrize("command", ["apply", "status", "revert"])
+COMMANDS = ["apply", "status", "revert"]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_state_that_is_no_folder(tmp_path, tree, command):
+    state = tree.package / journal.STATE
+    for make in (state.touch, lambda: state.symlink_to(tmp_path / "elsewhere")):
+        make()
+        result = run(command, tree.root)
+        assert result.exit_code == 2
+        assert f"{state} is not a folder of vllm-pr: move it away" in result.stderr
+        state.unlink()
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda found: [],
+        lambda found: {"format": found["format"]},
+        lambda found: found | {"format": 99},
+        lambda found: found | {"version": "garbage!"},
+        lambda found: found | {"entries": [1]},
+        lambda found: found | {"caches": [{"path": 1, "mode": 1, "mtime_ns": 1}]},
+        lambda found: found | {"folders": None},
+    ],
+)
+def test_a_manifest_that_cannot_be_read(tree, command, damage):
+    run("apply", tree.root)
+    path = tree.package / journal.STATE / "manifest.json"
+    path.write_text(json.dumps(damage(json.loads(path.read_text()))))
+    before = kit.snapshot(tree.root)
+    result = run(command, tree.root)
+    assert result.exit_code == 2
+    assert f"{path} is not readable: " in result.stderr
+    assert "Manifest" not in result.stderr
+    assert f"delete what is left of {tree.package}" in result.stderr
+    assert kit.snapshot(tree.root) == before
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_path_that_leads_nowhere(tmp_path, command, monkeypatch):
+    (tmp_path / "loop").symlink_to("loop")
+    result = run(command, tmp_path / "loop")
+    assert result.exit_code == 2 and "no vLLM in" in result.stderr
+    result = run(command, tmp_path / ("x" * 300))
+    assert result.exit_code == 2 and "no vLLM in" in result.stderr
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    result = run(command, ".")
+    assert result.exit_code == 2 and "no vLLM in" in result.stderr
+
+
+def test_metadata_that_is_not_utf_8(tree):
+    about = kit.FILES["PKG-INFO"].encode() + b"Author: Ren\xe9\n"
+    (tree.root / "PKG-INFO").write_bytes(about)
+    assert detect_version(tree) == kit.RELEASE
+    assert run("apply", tree.root).exit_code == 0
+
+
+SCRIPT = [sys.executable, "-c", "from vllm_pr.cli import main; main()"]
+
+
+@pytest.mark.parametrize("as_json", [[], ["--json"]])
+def test_output_that_cannot_be_written(tree, as_json):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [*SCRIPT, "status", tree.root, *as_json],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    assert done.returncode == 2
+    assert done.stderr == "vllm-pr: [Errno 28] No space left on device\n"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
 def test_no_vllm_there(tmp_path, tree, command):
     result = run(command, tmp_path / "nowhere")
     assert result.exit_code == 2 and "no vLLM in" in result.stderr
