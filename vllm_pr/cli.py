@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The console script ``vllm-pr``."""
 
+import signal
 import sys
 
 import typer
 
+from vllm_pr import outputs
 from vllm_pr.bench.command import bench
 from vllm_pr.demo import demo
 from vllm_pr.doctor.cli import doctor
@@ -44,9 +46,18 @@ def _root() -> None:
 
 
 def main() -> None:
-    """Run the command line; what a user did wrong is told without a traceback."""
+    """Run the command line; what a user did wrong is told without a traceback.
+
+    SIGTERM is as Ctrl-C: children are ended and temporary folders removed.
+    """
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        app()
-    except PatchError as error:
+        try:
+            app()
+        finally:
+            outputs.flush()
+    except (PatchError, OSError) as error:
+        if isinstance(error, OSError):
+            outputs.discard()
         typer.echo(f"vllm-pr: {error}", err=True)
         sys.exit(2)

@@ -16,7 +16,6 @@ from typing import Annotated
 
 import typer
 from rich import box
-from rich.console import Console
 from rich.markup import escape
 from rich.progress import (
     BarColumn,
@@ -31,7 +30,7 @@ from vllm_pr.engine.models import tiny_model
 from vllm_pr.engine.processes import EngineError
 from vllm_pr.engine.runner import Engine, start_engine
 from vllm_pr.engine.tokenizer import PRELUDE_TOKENS
-from vllm_pr.outputs import JsonFile
+from vllm_pr.outputs import Console, JsonFile
 from vllm_pr.patching.errors import PatchError
 
 STOCK = ("stock-none", "stock-default")

@@ -20,17 +20,14 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Annotated
+from typing import IO, Annotated
 
 import typer
 
-from vllm_pr.outputs import JsonFile, writable
+from vllm_pr.outputs import Console, JsonFile, writable
 from vllm_pr.patching.errors import PatchError
 from vllm_pr.releases import ROOT, Release, find_release, known_releases, stock_tree
 from vllm_pr.scenarios import SCENARIOS
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 DOCS = ROOT / "docs" / "releases.md"
 STOCK_DEFAULT, STOCK_NONE, CHANGED = "stock-default", "stock-none", "changed"
@@ -478,8 +475,6 @@ def matrix(
     Exit status 1 when a changed row is below stock or below the aims, or when a fact
     about a release is not what was measured; 2 for bad input.
     """
-    from rich.console import Console
-
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     try:
         releases = [find_release(version) for version in release or []]
@@ -568,8 +563,6 @@ def _report(
     json_file: Path | None,
     docs: Path | None,
 ) -> None:
-    from rich.console import Console
-
     plain = Console()
     print_tables(results, plain if plain.is_terminal else Console(width=_PIPE_WIDTH))
     if json_file is not None:

@@ -1,11 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options that name what is written: found unfit before anything has run."""
+"""What is written: results to files named by an option, words to a console."""
 
+import contextlib
 import os
+import sys
 from pathlib import Path
 from typing import Annotated
 
+import rich.console
 import typer
+
+
+class Console(rich.console.Console):
+    """A console whose reader may go away: the exit status stays what it is."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        if not self.stderr:
+            discard()
+
+
+def flush() -> None:
+    """Write what is left for standard output, if anybody still reads it.
+
+    Raises:
+        OSError: It cannot be written, as where the disk is full.
+    """
+    if sys.stdout:
+        with contextlib.suppress(BrokenPipeError):
+            sys.stdout.flush()
+            return
+        discard()
+
+
+def discard() -> None:
+    """Drop what is, or will be, written to standard output."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
 
 
 def _file(path: Path) -> str | None:

@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
-from vllm_pr.outputs import JsonFile
+from vllm_pr.outputs import Console, JsonFile
 
 TESTS = Path(__file__).resolve().parent / "tests"
 PREFIX = "test_proof_"

@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
-from vllm_pr.outputs import JsonFile
+from vllm_pr.outputs import Console, JsonFile
 
 ROOT = Path(__file__).resolve().parent.parent
 TESTS = ROOT / "tests" / "v1" / "core"

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.progress import (
     BarColumn,
     Progress,
@@ -21,7 +20,7 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
-from vllm_pr.outputs import JsonFile, writable
+from vllm_pr.outputs import Console, JsonFile, writable
 
 TRACE_REQUESTS = 600
 PLAIN_WIDTH = 130  # of a table, where there is no terminal

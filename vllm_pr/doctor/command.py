@@ -11,7 +11,6 @@ from pathlib import Path
 
 import httpx
 import typer
-from rich.console import Console
 from rich.status import Status
 
 from vllm_pr.doctor import report
@@ -20,6 +19,7 @@ from vllm_pr.doctor.errors import DoctorError
 from vllm_pr.doctor.probes import Probes
 from vllm_pr.doctor.saved import explain_file
 from vllm_pr.doctor.verdicts import UNMEASURED, examine, exit_status
+from vllm_pr.outputs import Console
 
 GONE_SECONDS = 10.0
 

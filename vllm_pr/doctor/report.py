@@ -5,12 +5,12 @@ import textwrap
 
 import msgspec
 from rich import box
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from vllm_pr.doctor.evidence import Evidence, Plan, Server
 from vllm_pr.doctor.verdicts import Finding, exit_status
+from vllm_pr.outputs import Console
 
 _STYLE = {"fault": "bold red", "unsure": "bold yellow", "note": "bold green"}
 _WORD = {"fault": "FAULT", "unsure": "UNSURE", "note": "NOTE"}

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.markup import escape
+
+from vllm_pr.outputs import Console
 
 if TYPE_CHECKING:
     from vllm_pr.patching.operations import Outcome
@@ -81,7 +82,7 @@ def status(
     with _refusals(as_json):
         found = operations.status(_open(tree, python), Sources())
     if as_json:
-        print(json.dumps(found.as_json(), indent=1))
+        _print_json(found.as_json())
     else:
         console = _console()
         release = f"vLLM {found.version or 'of unknown version'}"
@@ -139,7 +140,7 @@ def export(
     with _refusals(as_json):
         made = write_patches(_open(tree, None), out, Sources(), stack, force_release)
     if as_json:
-        print(json.dumps(made.as_json(), indent=1))
+        _print_json(made.as_json())
         return
     console = _console()
     for file in made.files:
@@ -192,7 +193,7 @@ def _open(path: Path | None, python: str | None) -> Tree:
 
 def _report(outcome: Outcome, as_json: bool) -> None:
     if as_json:
-        print(json.dumps(outcome.as_json(), indent=1))
+        _print_json(outcome.as_json())
         return
     console = _console()
     release = f" (release {outcome.release})" if outcome.release else ""
@@ -214,11 +215,15 @@ def _refusals(as_json: bool = False) -> Iterator[None]:
     except PatchError as error:
         lines: Any = error.lines
         if as_json:
-            print(json.dumps({"error": list(lines)}, indent=1))
+            _print_json({"error": list(lines)})
         console = Console(stderr=True, highlight=False, soft_wrap=True)
         for line in lines:
             console.print(f"vllm-pr: {line}", markup=False)
         raise typer.Exit(2) from None
+
+
+def _print_json(found: object) -> None:
+    _console().out(json.dumps(found, indent=1))
 
 
 def _console() -> Console:

@@ -4,10 +4,11 @@
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from doctor_kit import one_line
+from doctor_kit import one_line, wait_for
 from patching_kit import snapshot
 from typer.testing import CliRunner
 
@@ -21,6 +22,7 @@ from vllm_pr.patching.trees import changed_tree
 
 VERSION = "vllm/_version.py"
 POOL = "vllm/v1/core/block_pool.py"
+SCRIPT = [sys.executable, "-c", "from vllm_pr.cli import main; main()"]
 
 
 @pytest.fixture
@@ -96,6 +98,36 @@ def test_plots_that_cannot_be_written_are_told_first(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
     line = one_line(refused("bench", "--plots", tmp_path / "new" / "newer"))
     assert "no permission" in line
+
+
+@pytest.mark.parametrize("as_json", [[], ["--json"]])
+def test_a_reader_that_goes_away_changes_no_exit_status(changed, as_json):
+    """1 would say that the change is not there."""
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(
+        [*SCRIPT, "status", changed, *as_json],
+        stdout=write,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    os.close(write)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_terminated_leaves_nothing_behind(tmp_path):
+    env = dict(os.environ, TMPDIR=str(tmp_path))
+    with subprocess.Popen(
+        [*SCRIPT, "prove"], env=env, stderr=subprocess.DEVNULL
+    ) as process:
+        wait_for(lambda: list(tmp_path.glob("vllm-pr-*")))
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        wait_for(children.read_text)
+        running = [Path("/proc", pid) for pid in children.read_text().split()]
+        process.terminate()
+        assert process.wait() > 0
+    assert not list(tmp_path.glob("vllm-pr-*"))
+    assert not any(path.exists() for path in running)
 
 
 def test_wrong_model_folder(tmp_path):

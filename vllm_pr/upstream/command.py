@@ -12,7 +12,6 @@ from queue import SimpleQueue
 from typing import Annotated, NoReturn
 
 import typer
-from rich.console import Console
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -22,7 +21,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from vllm_pr.outputs import JsonFile
+from vllm_pr.outputs import Console, JsonFile
 from vllm_pr.upstream.compare import Comparison, Rerun, compare
 from vllm_pr.upstream.runs import Outcome, Runner
 from vllm_pr.upstream.sources import SIDES, Side, both_sides, select
