@@ -38,11 +38,22 @@ def rewrite(
     except NoPlace as error:
         raise PatchError(f"{edits.source}: vLLM {release}: a rule {error}") from None
     except SyntaxError as error:
+        _check_syntax(text, edits)
         raise PatchError(
             f"{edits.source}: the rules leave {edits.edits} of vLLM {release} with a "
             f"syntax error in line {error.lineno}: {error.msg}"
         ) from None
     return result.encode("utf-8")
+
+
+def _check_syntax(text: str, edits: FileRules) -> None:
+    """The rules are not to blame for what was there before."""
+    try:
+        ast.parse(text)
+    except SyntaxError as error:
+        raise PatchError(
+            f"{edits.edits} has a syntax error in line {error.lineno}: {error.msg}"
+        ) from None
 
 
 def marks(content: bytes, edits: FileRules, rules: Sequence[Rule]) -> set[str]:

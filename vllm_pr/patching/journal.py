@@ -193,6 +193,8 @@ def check_places(tree: Tree, paths: dict[str, bool]) -> None:
         real = Path(os.path.realpath(path))
         if real != path:
             lines.append(f"{path} leads over a symbolic link to {real}")
+        elif not is_there and path.is_dir():
+            lines.append(f"{path} is in the way: move it away")
         elif is_there and not _writable(path):
             lines.append(f"{path} is read-only")
     for folder in sorted(folders):

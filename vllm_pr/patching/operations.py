@@ -8,9 +8,11 @@ from dataclasses import asdict, dataclass, field
 from importlib.metadata import version as installed_version
 from typing import Any
 
+from packaging.version import Version
+
 from vllm_pr.patching import journal
 from vllm_pr.patching.errors import PatchError
-from vllm_pr.patching.plan import make_plan, reader
+from vllm_pr.patching.plan import Change, Unfit, make_plan, reader
 from vllm_pr.patching.sources import Sources
 from vllm_pr.patching.state import (
     APPLIED,
@@ -76,7 +78,7 @@ def apply(tree: Tree, sources: Sources, force_release: str | None = None) -> Out
             paths = sorted(found.files)
             return Outcome(found.tree, "already applied", found.release, paths)
         manifest = journal.load(tree)
-        changes = make_plan(sources, release, _stock_reader(tree, manifest), tree.takes)
+        changes = _planned(tree, sources, release, manifest, found.version)
         there = {change.path: change.before is not None for change in changes}
         journal.check_places(tree, there)
         if manifest is None and force_release is None:
@@ -167,6 +169,27 @@ def _refuse_local_edits(tree: Tree, paths: list[str], release: str) -> None:
             *(f"{path} was edited by hand since it was installed" for path in modified),
             f"undo (or commit) that, or apply over it with --force-release {release}",
         )
+
+
+def _planned(
+    tree: Tree,
+    sources: Sources,
+    release: str,
+    manifest: journal.Manifest | None,
+    version: str | None,
+) -> list[Change]:
+    """The changes; where they do not fit, what to do stands below the lines."""
+    try:
+        return make_plan(sources, release, _stock_reader(tree, manifest), tree.takes)
+    except Unfit as error:
+        if version and Version(version).public != release:
+            advice = f"the rules for {release} do not fit vLLM {version}"
+        else:
+            advice = (
+                f"put back what is named here as vLLM {release} has it "
+                "(install vLLM again, or git checkout)"
+            )
+        raise PatchError(*error.lines, f"nothing was changed: {advice}") from None
 
 
 def _stock_reader(

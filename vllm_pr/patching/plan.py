@@ -13,6 +13,10 @@ from vllm_pr.patching.rules import PARTS
 from vllm_pr.patching.sources import Sources
 
 
+class Unfit(PatchError):
+    """Files that are not as the rules expect them, a line for each place."""
+
+
 @dataclass(frozen=True)
 class Change:
     """One file: upstream path, bytes before (None: new file) and after."""
@@ -37,7 +41,8 @@ def make_plan(
         parts: The commits of the pull request to include.
 
     Raises:
-        PatchError: A line for each rule or file that does not fit.
+        Unfit: A line for each rule or file that does not fit.
+        PatchError: There is nothing to change.
     """
     changes, lines = [], []
     for edits in sources.edits:
@@ -59,10 +64,12 @@ def make_plan(
     for path, content in sources.selected_new_files(release, parts).items():
         if takes(path):
             if read(path) is not None:
-                lines.append(f"{path} is already there, but not as our new file")
+                lines.append(
+                    f"{path} is already there, but not as our new file: move it away"
+                )
             changes.append(Change(path, None, content))
     if lines:
-        raise PatchError(*lines)
+        raise Unfit(*lines)
     if not changes:
         raise PatchError(f"no rule is for vLLM {release}")
     return sorted(changes, key=lambda change: change.path)

@@ -6,12 +6,26 @@ from __future__ import annotations
 from packaging.version import InvalidVersion, Version
 
 from vllm_pr.patching.errors import PatchError
-from vllm_pr.releases import changed_releases, known_releases, nearest_release
+from vllm_pr.releases import (
+    changed_releases,
+    find_release,
+    known_releases,
+    nearest_release,
+)
 
 
 def supported_releases() -> list[str]:
     """All releases that the change is made for, oldest first."""
     return [release.version for release in changed_releases()]
+
+
+def supported(release: str) -> str:
+    """A known release that the change is made for, named by the user.
+
+    Raises:
+        PatchError: It is not known or not supported.
+    """
+    return resolve(find_release(release).version)
 
 
 def resolve(version: str | None, force: str | None = None) -> str:

@@ -16,7 +16,7 @@ from vllm_pr.patching.errors import PatchError
 from vllm_pr.patching.plan import Change, make_plan, reader
 from vllm_pr.patching.rules import PARTS
 from vllm_pr.patching.sources import ROOT, Sources
-from vllm_pr.patching.support import resolve
+from vllm_pr.patching.support import resolve, supported
 from vllm_pr.patching.tree import Tree, detect_version, installed_tree, open_tree
 
 BUILD = ROOT / "build" / "changed"
@@ -41,6 +41,7 @@ def changed_tree(release: str | None = None, part: str = "all") -> Path:
         PatchError: No such package, it is not stock, or a rule does not fit it.
     """
     parts = parts_of(part)
+    release = release and supported(release)
     stock = _stock(release)
     if (stock.package / ".vllm-pr").exists():
         raise PatchError(f"{stock.root} is not stock: run vllm-pr revert on it first")

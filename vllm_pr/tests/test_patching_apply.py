@@ -25,6 +25,7 @@ from vllm_pr.patching.state import EXIT_CODES
 from vllm_pr.patching.tree import Tree, installed_tree, open_tree
 
 EDITED = {"vllm/v1/core/pool.py", "docs/design/page.md"}
+POOL = "vllm/v1/core/pool.py"
 NEW = {"vllm/v1/core/segmented.py", "tests/v1/segments/test_segmented.py"}
 
 
@@ -323,13 +324,59 @@ def test_removed_after_apply_is_refused_until_dropped(tree, sources):
     assert kit.snapshot(tree.root) == before
 
 
+RESTORE = (
+    f"nothing was changed: put back what is named here as vLLM {kit.RELEASE} has it "
+    "(install vLLM again, or git checkout)"
+)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (None, f"vLLM {kit.RELEASE} here has no file {POOL}"),
+        ("", "there are 0 definitions of Pool.touch"),
+        (kit.POOL + "def broken(:\n", f"{POOL} has a syntax error in line 35"),
+    ],
+)
+def test_a_file_that_is_not_as_it_was_is_to_be_put_back(tree, sources, content, says):
+    pool = tree.root / POOL
+    pool.unlink()
+    if content is not None:
+        pool.write_text(content)
+    before = kit.snapshot(tree.root)
+    with pytest.raises(PatchError) as error:
+        apply(tree, sources)
+    *lines, advice = error.value.lines
+    assert any(says in line for line in lines) and advice == RESTORE
+    assert not any("the rules leave" in line for line in lines)
+    assert kit.snapshot(tree.root) == before
+
+
+def test_rules_of_another_release_that_do_not_fit(tmp_path, sources):
+    files = {"PKG-INFO": "Version: 99.0.0\n", POOL: "# new\n"}
+    tree = kit.make_tree(tmp_path / "tree", **files)
+    says = f"the rules for {kit.RELEASE} do not fit vLLM 99.0.0"
+    with pytest.raises(PatchError, match=says):
+        apply(tree, sources, kit.RELEASE)
+
+
+def test_a_folder_where_the_new_file_belongs(tree, sources):
+    module = tree.root / "vllm/v1/core/segmented.py"
+    module.mkdir()
+    before = kit.snapshot(tree.root)
+    with pytest.raises(PatchError, match=f"{module} is in the way: move it away"):
+        apply(tree, sources)
+    assert kit.snapshot(tree.root) == before
+
+
 def test_a_locally_modified_file_whose_rule_no_longer_fits(tree, sources):
     pool = tree.root / "vllm/v1/core/pool.py"
     pool.write_text(kit.POOL.replace("Queue(blocks)", "Other(blocks)"))
     before = kit.snapshot(tree.root)
     with pytest.raises(PatchError) as error:
         apply(tree, sources)
-    (line,) = error.value.lines
+    line, advice = error.value.lines
+    assert advice == RESTORE
     assert line.startswith("vllm/v1/core/pool.rules.yaml: rule 'make-segmented' on ")
     assert line.endswith(
         f"vllm/v1/core/pool.py (Pool.__init__) of vLLM {kit.RELEASE}: "
@@ -341,7 +388,7 @@ def test_a_locally_modified_file_whose_rule_no_longer_fits(tree, sources):
 def test_a_tree_with_our_module_but_not_our_change(tree, sources):
     (tree.root / "vllm/v1/core/segmented.py").write_text("other = 1\n")
     before = kit.snapshot(tree.root)
-    with pytest.raises(PatchError, match="segmented.py is already there"):
+    with pytest.raises(PatchError, match="is already there.*: move it away"):
         apply(tree, sources)
     assert kit.snapshot(tree.root) == before
 

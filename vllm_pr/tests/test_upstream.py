@@ -205,6 +205,7 @@ def test_hub_is_found_by_its_readers(tmp_path):
     [
         (("--only", "no_such_test"), "no test file matches 'no_such_test'"),
         (("--release", "0.1.0"), "no such release here: 0.1.0"),
+        (("--release", "0.20.0"), "0.20.0 is not supported: it has"),
         (("--json", "/no/such/folder/x.json"), "no folder /no/such/folder"),
         (("--part", "half"), "no part 'half'"),
     ],
