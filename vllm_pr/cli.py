@@ -3,6 +3,7 @@
 
 import signal
 import sys
+from typing import Annotated
 
 import typer
 
@@ -33,7 +34,9 @@ app.command()(upstream)
 
 
 @app.command()
-def sdist(release: str) -> None:
+def sdist(
+    release: Annotated[str, typer.Argument(help="A known release, such as 0.33.0.")],
+) -> None:
     """Print the folder of a release's source tree (fetched when it is not there)."""
     from vllm_pr.releases import sdist_tree
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import httpx
 import typer
+from packaging.version import InvalidVersion, Version
 from rich.status import Status
 
 from vllm_pr.doctor import report
@@ -48,8 +49,7 @@ def run(options: Options) -> int:
     A user's mistake or a failing server is one line on standard error and status 2.
     """
     try:
-        if (options.url is None) == (options.prometheus is None):
-            raise DoctorError("name a server with --url, or a file with --prometheus")
+        _check(options)
         if options.prometheus:
             return explain_file(options.prometheus, options.release, options.json_file)
         return _examine_server(options)
@@ -58,6 +58,24 @@ def run(options: Options) -> int:
             f"doctor: {error}", markup=False, soft_wrap=True
         )
         return UNMEASURED
+
+
+def _check(options: Options) -> None:
+    """Raises:
+    DoctorError: Options that do not go together.
+    """
+    if options.url is None and options.prometheus is None:
+        raise DoctorError("name a server with --url, or a file with --prometheus")
+    if options.url is not None and options.prometheus is not None:
+        raise DoctorError("give --url or --prometheus, not both")
+    if options.release is None:
+        return
+    if options.url is not None:
+        raise DoctorError("--release is for --prometheus: the server tells its own")
+    try:
+        Version(options.release)
+    except InvalidVersion:
+        raise DoctorError(f"--release {options.release!r} is no version") from None
 
 
 def _examine_server(options: Options) -> int:

@@ -70,7 +70,21 @@ def test_url_may_end_in_v1():
 
 def test_no_server_and_no_file():
     assert "--url" in fails()
-    assert "--url" in fails("--url", "http://127.0.0.1:1", "--prometheus", "x")
+    both = fails("--url", "http://127.0.0.1:1", "--prometheus", "x")
+    assert both == "doctor: give --url or --prometheus, not both"
+
+
+@pytest.mark.parametrize("release", ["garbage!", ""])
+def test_release_that_is_no_version(release, tmp_path):
+    path = tmp_path / "metrics.txt"
+    path.write_text(CONFIG.format(caching="True", more=""), encoding="utf-8")
+    line = fails("--prometheus", path, "--release", release)
+    assert line == f"doctor: --release {release!r} is no version"
+
+
+def test_release_of_a_server_is_asked_for():
+    line = fails("--url", "http://127.0.0.1:1", "--release", "0.32.0")
+    assert "--release is for --prometheus: the server tells its own" in line
 
 
 # -- TLS -------------------------------------------------------------------------------
