@@ -143,8 +143,8 @@ class Run:
         from vllm_pr.bench import report, scale
 
         rows = []
-        with self.progress("scale", len(scale.sizes(self.full))) as advance:
-            for row in scale.measure_scale(self.workers, self.full):
+        with self.progress("scale", len(scale.SIZES)) as advance:
+            for row in scale.measure_scale(self.workers):
                 rows.append(row)
                 advance()
         self.results.scale = [asdict(row) for row in rows]

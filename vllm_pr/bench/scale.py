@@ -74,35 +74,31 @@ def blocks_to_hold(contexts: int, tokens: int) -> int:
     return contexts * kept + step
 
 
-def sizes(full: bool) -> list[Size]:
-    """What to run."""
-    many = 1_000 if full else 100
-    long = 14 if full else 4
-    return [
-        Size(
-            f"{long} contexts of 1M tokens, a pool that holds {long}",
-            blocks_to_hold(long, 1_000_000),
-            long,
-            1_000_000 - 8_192,
-            2 * long,
-        ),
-        Size(
-            f"{many:,} sessions of 50k tokens, {many * 1_000:,} blocks",
-            many * 1_000,
-            many,
-            50_000,
-            many,
-        ),
-    ]
+SIZES = (
+    Size(
+        "14 contexts of 1M tokens, a pool that holds 14",
+        blocks_to_hold(14, 1_000_000),
+        sessions=14,
+        tokens=1_000_000 - CHUNK_TOKENS,
+        returns=28,
+    ),
+    Size(
+        "1,000 sessions of 50k tokens, 1,000,000 blocks",
+        1_000_000,
+        sessions=1_000,
+        tokens=50_000,
+        returns=1_000,
+    ),
+)
 
 
-def measure_scale(workers: Workers, full: bool) -> Iterator[Scaled]:
+def measure_scale(workers: Workers) -> Iterator[Scaled]:
     """Serve each size on changed.
 
     Raises:
         BenchError: a measurement failed.
     """
-    for size in sizes(full):
+    for size in SIZES:
         keywords = {
             "sessions": size.sessions,
             "tokens": size.tokens,
