@@ -41,7 +41,8 @@ def changed_tree(release: str | None = None, part: str = "all") -> Path:
         PatchError: No such package, it is not stock, or a rule does not fit it.
     """
     parts = parts_of(part)
-    release = release and supported(release)
+    if release is not None:
+        release = supported(release)
     stock = _stock(release)
     if (stock.package / ".vllm-pr").exists():
         raise PatchError(f"{stock.root} is not stock: run vllm-pr revert on it first")

@@ -620,5 +620,7 @@ def test_tree_prints_the_folder(small_stock):
     result = run("tree", "--release", "0.20.0")
     assert result.exit_code == 2 and "0.20.0 is not supported: it has" in result.stderr
     assert "--force-release" not in result.stderr
+    result = run("tree", "--release", "")
+    assert result.exit_code == 2 and "no such release here" in result.stderr
     result = run("tree", "--part", "rest")
     assert result.exit_code == 2 and "no part 'rest'" in result.stderr

@@ -56,7 +56,8 @@ def upstream(
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     with ExitStack() as stack:
         try:
-            release = release and supported(release)  # before a wheel is fetched
+            if release is not None:  # before a wheel is fetched
+                release = supported(release)
             with console.status("laying out upstream's tests and both sides"):
                 sides = stack.enter_context(both_sides(release, part))
                 files = select(sides[0].root, only)
