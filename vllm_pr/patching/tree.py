@@ -92,8 +92,10 @@ def installed_tree(python: str | None = None) -> Tree:
     """
     python = python or sys.executable
     try:
+        # Not resolved: an environment is known by where the link to its Python lies.
+        program = str(Path(python).absolute()) if os.sep in python else python
         done = subprocess.run(
-            [python, "-E", "-c", _FIND],
+            [program, "-E", "-c", _FIND],
             capture_output=True,
             text=True,
             cwd=os.sep,

@@ -269,6 +269,19 @@ def test_an_installed_package_is_found_without_importing_it(tmp_path, name):
     assert run("revert", "--python", python).exit_code == 0
 
 
+def test_a_relative_python_is_of_the_folder_where_it_is_named(tmp_path):
+    """And a link stays one: an environment is known by where its Python lies."""
+    folder = make_site(tmp_path / "packages", "vllm", kit.RELEASE)
+    (tmp_path / "env").mkdir()
+    (tmp_path / "env/python").symlink_to(python_with(tmp_path, folder))
+    for name in ("env/python", "./python", "env/../python"):
+        result = run("status", "--python", name)
+        assert result.exit_code == 1, result.stderr
+        assert str(folder) in result.stdout
+    result = run("status", "--python", "env/none")
+    assert result.exit_code == 2 and "cannot run env/none:" in result.stderr
+
+
 def test_an_installed_file_that_was_edited_is_refused(tmp_path):
     folder = make_site(tmp_path / "packages", "vllm", kit.RELEASE)
     digest = hashlib.sha256(kit.POOL.encode()).digest()
