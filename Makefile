@@ -15,7 +15,7 @@ setup: ## build .venv (every other target does it on first use)
 	  echo "setup: no $(PYTHON) here: install Python 3.11, or name it with make PYTHON=/path/to/python3.11" >&2; exit 2; }
 	@$(PYTHON) vllm_pr/bootstrap.py
 
-demo: setup ## the fault and the cure on a real DeepSeek-V4 engine, about 6 minutes
+demo: setup ## the fault and the cure on a real DeepSeek-V4 engine, 4 minutes
 	@$(RUN) demo
 
 test: setup ## the upstream-bound tests on stock and changed, then the others; 20 minutes
@@ -28,10 +28,10 @@ prove: setup ## the upstream-bound tests only
 matrix: setup ## every release, stock and changed, on its real KVCacheManager
 	@$(RUN) matrix
 
-upstream: setup ## upstream's own tests of RELEASE on stock and changed
+upstream: setup ## upstream's own tests of RELEASE on stock and changed; 12 minutes
 	@$(RUN) upstream --release $(RELEASE)
 
-bench: setup ## hit rates, cost per step, time to first token; under 20 minutes
+bench: setup ## hit rates, cost per step, time to first token; 11 minutes
 	@$(RUN) bench
 
 bench-full: setup ## the same with all points
