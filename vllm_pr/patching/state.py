@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 from packaging.version import Version
@@ -15,10 +17,12 @@ from vllm_pr.patching.plan import reader
 from vllm_pr.patching.rules import PARTS
 from vllm_pr.patching.sources import Sources
 from vllm_pr.patching.support import resolve, supported_releases
-from vllm_pr.patching.tree import Tree, detect_version, git
+from vllm_pr.patching.tree import Tree, detect_version, git, git_file
 
 APPLIED, NOT_APPLIED, PARTLY, EDITED = "applied", "not applied", "partly", "edited"
 REINSTALLED = "reinstalled"
+_LOG = ("log", "--format=%h %s")
+_SHOWN = 5  # commits of others, by their subjects
 EXIT_CODES = {APPLIED: 0, NOT_APPLIED: 1, PARTLY: 3, EDITED: 3, REINSTALLED: 3}
 
 
@@ -122,13 +126,13 @@ def _inspect_content(tree: Tree, sources: Sources, version: str | None) -> Statu
     except PatchError as error:
         found.notes += error.lines
     release = found.release or supported_releases()[-1]
-    present = _present(tree, sources, release)
+    present = _present(tree, sources, release, reader(tree.root))
     found.files = _file_states(tree, sources, release, present)
-    if any(present[name] for name in present if name not in _deletions(sources)):
+    if _signs(present, sources):
         found.by = "other"
         found.release = release
         found.state = APPLIED if all(present.values()) else PARTLY
-        found.notes = _how_to_take_out(tree, sources, found)
+        found.notes = _how_to_take_out(tree, sources, found, present)
         if found.state == PARTLY:
             found.notes = _what_is_missing(sources, release, present) + found.notes
     elif journal.has_state(tree):
@@ -139,10 +143,11 @@ def _inspect_content(tree: Tree, sources: Sources, version: str | None) -> Statu
     return found
 
 
-def _present(tree: Tree, sources: Sources, release: str) -> dict[str, bool]:
+def _present(
+    tree: Tree, sources: Sources, release: str, read: Callable[[str], bytes | None]
+) -> dict[str, bool]:
     """Rule id or path of a new file to whether it is there."""
     present: dict[str, bool] = {}
-    read = reader(tree.root)
     for edits in sources.edits:
         rules = edits.select(release)
         content = read(edits.edits) if rules and tree.takes(edits.edits) else None
@@ -155,10 +160,11 @@ def _present(tree: Tree, sources: Sources, release: str) -> dict[str, bool]:
     return present
 
 
-def _deletions(sources: Sources) -> set[str]:
-    """Rules whose result is that something is missing: no sign of the change alone."""
+def _signs(present: dict[str, bool], sources: Sources) -> set[str]:
+    """What is there; that something is missing is no sign of the change alone."""
     rules = [rule for edits in sources.edits for rule in edits.rules]
-    return {rule.id for rule in rules if not rule.text.strip()}
+    deletions = {rule.id for rule in rules if not rule.text.strip()}
+    return {name for name, there in present.items() if there} - deletions
 
 
 def _file_states(
@@ -198,22 +204,63 @@ def _what_is_missing(
     return notes
 
 
-def _how_to_take_out(tree: Tree, sources: Sources, found: Status) -> list[str]:
+def _how_to_take_out(
+    tree: Tree, sources: Sources, found: Status, present: dict[str, bool]
+) -> list[str]:
     text = "it is there without a manifest of vllm-pr, which cannot take it out"
     new = [path for path in found.files if path in sources.new_files]
-    log = ("log", "--format=%h %s")
-    added = git(tree.root, *log, "--diff-filter=A", "--reverse", "--", *new)
+    added = git(tree.root, *_LOG, "--diff-filter=A", "--name-only", "--", *new)
     if added is None or not new:
         return [f"{text}: undo the patch as it was put in (`patch -R`)"]
     if not added:
         how = "it is not committed, `git apply -R` with the patch takes it out"
         return [f"{text}: {how}"]
-    first = added.split(" ", 1)[0]
-    since = git(tree.root, *log, f"{first}~1..", "--", *found.files) or added
-    commits = since.strip().splitlines()
-    names = " ".join(line.split(" ", 1)[0] for line in commits)
-    subjects = "; ".join(commits)
-    return [
-        f"{text}: it came by git, and `git revert {names}` takes it out",
-        f"(commits since then on the same files: {subjects})",
-    ]
+    first = _first_commit(added)
+    since = git(tree.root, *_LOG, f"{first}~1..", "--", *found.files)
+    if since is None:  # the first commit of all
+        since = git(tree.root, *_LOG, "--", *found.files) or ""
+    commits = dict(line.split(" ", 1) for line in since.splitlines())
+    own = _own_commits(tree, sources, found, _signs(present, sources), [*commits][::-1])
+    names = " ".join(name for name in commits if name in own)
+    notes = [f"{text}: it came by git, and `git revert {names or first}` takes it out"]
+    later = [f"{name} {about}" for name, about in commits.items() if name not in own]
+    if later:
+        more = [f"{len(later) - _SHOWN} more"] if len(later) > _SHOWN else []
+        notes.append(
+            "(later commits on the same files, which are no part of it, may conflict "
+            f"with that: {'; '.join(later[:_SHOWN] + more)})"
+        )
+    return notes
+
+
+def _first_commit(added: str) -> str:
+    """The earliest of the commits that last added each path, newest first."""
+    first, commit, seen = "", "", set()
+    for line in added.splitlines():
+        if " " in line:
+            commit = line.split(" ", 1)[0]
+        elif line and line not in seen:
+            seen.add(line)
+            first = commit
+    return first
+
+
+def _own_commits(
+    tree: Tree, sources: Sources, found: Status, signs: set[str], commits: list[str]
+) -> set[str]:
+    """The commits, oldest first, that brought something of what is there now."""
+
+    def signs_in(commit: str) -> set[str]:
+        read = partial(git_file, tree.root, commit)
+        return _signs(_present(tree, sources, found.release, read), sources) & signs
+
+    own = set()
+    before = signs_in(f"{commits[0]}~1") if commits else set()
+    for commit in commits:
+        if before >= signs:
+            break
+        there = signs_in(commit)
+        if there - before:
+            own.add(commit)
+        before = there
+    return own

@@ -231,3 +231,10 @@ def git(root: Path, *arguments: str) -> str | None:
     except OSError:
         return None
     return done.stdout if done.returncode == 0 else None
+
+
+def git_file(root: Path, commit: str, path: str) -> bytes | None:
+    """What a file below a folder is in a commit; None when it is not there."""
+    argv = ["git", "-C", str(root), "show", f"{commit}:./{path}"]
+    done = subprocess.run(argv, capture_output=True)
+    return done.stdout if done.returncode == 0 else None

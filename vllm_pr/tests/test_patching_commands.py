@@ -447,6 +447,44 @@ def test_a_stack_is_two_commits_that_add_up(tmp_path):
     assert git(tree.root, "rev-parse", "HEAD^{tree}") == stacked
 
 
+def commit_line(tree: Tree, line: str) -> str:
+    """Somebody's commit on a file of the change."""
+    pool = tree.root / "vllm/v1/core/pool.py"
+    pool.write_text(f"{line}\n{pool.read_text()}")
+    git(tree.root, "commit", "--quiet", "--all", f"--message={line}")
+    return git(tree.root, "log", "-1", "--format=%h").strip()
+
+
+@pytest.mark.parametrize("stack", [False, True])
+def test_the_commits_of_others_are_not_to_be_reverted(tmp_path, stack):
+    tree = make_repository(tmp_path / "repository")
+    run("export", tree.root, "-o", "out", *(["--stack"] if stack else []))
+    for patch in sorted(Path("out").iterdir()):
+        git(tree.root, "am", "--quiet", patch.absolute())
+        others = [commit_line(tree, f"import {patch.name[3]}")]
+    own = git(tree.root, "log", "--format=%h", "--author=submitter").split()
+    assert len(own) == 1 + stack
+    others.append(commit_line(tree, "import os"))
+    text = run("status", tree.root).stdout
+    assert f"`git revert {' '.join(own)}` takes it out" in text
+    (later,) = (line for line in text.splitlines() if "may conflict" in line)
+    assert all(commit in later for commit in others)
+    assert not any(commit in later for commit in own)
+
+
+def test_the_change_that_came_a_second_time_is_to_be_reverted(tmp_path):
+    tree = make_repository(tmp_path / "repository")
+    run("export", tree.root, "-o", "out")
+    (patch,) = Path("out").iterdir()
+    git(tree.root, "am", "--quiet", patch.absolute())
+    git(tree.root, "revert", "--no-edit", "HEAD")
+    git(tree.root, "am", "--quiet", patch.absolute())
+    commit = git(tree.root, "log", "-1", "--format=%h").strip()
+    text = run("status", tree.root).stdout
+    assert f"`git revert {commit}` takes it out" in text
+    assert "may conflict" not in text
+
+
 def test_a_stack_of_a_release_without_a_change_of_the_default(tmp_path, small_change):
     rules = small_change / "vllm/v1/core/pool.rules.yaml"
     rules.write_text(rules.read_text().replace("part: default", "part: queue"))
