@@ -53,6 +53,26 @@ def test_changed_tree_whose_version_is_not_known(changed):
     assert snapshot(changed) == before
 
 
+def test_proof_where_the_change_is_applied(tmp_path):
+    """It is said before a test runs, which could not even start."""
+    (tmp_path / "vllm/.vllm-pr").mkdir(parents=True)
+    (tmp_path / "vllm/__init__.py").touch()
+    program = (
+        "import pathlib, sys; from vllm_pr.cli import main; "
+        "from vllm_pr.patching import tree, trees; "
+        "found = tree.open_tree(pathlib.Path(sys.argv.pop())); "
+        "trees.installed_tree = lambda: found; main()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, "proof", "queue", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTEST_ADDOPTS": "--collect-only"},
+    )
+    assert done.returncode == 2 and done.stdout == ""
+    assert "is not stock: run vllm-pr revert on it first" in one_line(done.stderr)
+
+
 def test_half_applied_tree(changed):
     stock = installed_tree().root
     shutil.copy(stock / POOL, changed / POOL)
