@@ -159,7 +159,8 @@ def tree(
         str | None, typer.Option(help="A release (default: the installed vLLM).")
     ] = None,
     part: Annotated[
-        str, typer.Option(help="all, or queue for commit 1 alone.")
+        str,
+        typer.Option(help="queue for commit 1 alone; all, or default, for both."),
     ] = "all",
 ) -> None:
     """Print the folder with the changed copy of vLLM (made when it is not there).

@@ -81,6 +81,11 @@ def export(
         patches = repository.format_patches()
         result = Export(release, _deliver(patches, out))
         _count(result, repository.run("diff", "--numstat", "base"), plans[-1])
+    if stack and len(commits) == 1:
+        result.notes.append(
+            f"one patch for vLLM {release} also with --stack: its default needs no "
+            "change, so that there is no second commit"
+        )
     if any(b"\r\n" in change.after for change in plans[-1]):
         result.notes.append("there are files with CRLF line ends: use git am --keep-cr")
     return result

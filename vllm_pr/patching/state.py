@@ -22,6 +22,7 @@ from vllm_pr.patching.tree import Tree, detect_version, git, git_file
 APPLIED, NOT_APPLIED, PARTLY, EDITED = "applied", "not applied", "partly", "edited"
 REINSTALLED = "reinstalled"
 _LOG = ("log", "--format=%h %s")
+_SECOND = ": it is the second patch of `export --stack`, and `git am` of that completes"
 _SHOWN = 5  # commits of others, by their subjects
 EXIT_CODES = {APPLIED: 0, NOT_APPLIED: 1, PARTLY: 3, EDITED: 3, REINSTALLED: 3}
 
@@ -189,14 +190,15 @@ def _what_is_missing(
     """Whole parts by their name, else every rule and new file."""
     parts = {r.id: r.part for edits in sources.edits for r in edits.select(release)}
     parts |= {path: new.part for path, new in sources.new_files.items()}
-    notes = []
+    notes: list[str] = []
     for part in PARTS:
         names = {name: there for name, there in present.items() if parts[name] == part}
         missing = [name for name, there in names.items() if not there]
         if not missing:
             notes.append(f"part {part} is there")
         elif len(missing) == len(names):
-            notes.append(f"part {part} is not there")
+            second = part == PARTS[1] and notes == [f"part {PARTS[0]} is there"]
+            notes.append(f"part {part} is not there{_SECOND if second else ''}")
         else:
             there = ", ".join(name for name in names if name not in missing)
             lacking = ", ".join(missing)

@@ -90,7 +90,7 @@ def installed_tree(python: str | None = None) -> Tree:
     Raises:
         PatchError: That Python does not run or has no vLLM.
     """
-    python = python or sys.executable
+    given, python = python, python or sys.executable
     try:
         # Not resolved: an environment is known by where the link to its Python lies.
         program = str(Path(python).absolute()) if os.sep in python else python
@@ -108,7 +108,8 @@ def installed_tree(python: str | None = None) -> Tree:
         raise PatchError(f"{python} cannot look for vLLM: {last}")
     found = json.loads(done.stdout)
     if not found:
-        raise PatchError(f"no vLLM is installed for {python}: name a TREE or --python")
+        hint = "" if given else ": name a TREE or --python"
+        raise PatchError(f"no vLLM is installed for {python}{hint}")
     return open_tree(Path(found).parents[1])
 
 

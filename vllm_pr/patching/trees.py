@@ -32,7 +32,8 @@ def changed_tree(release: str | None = None, part: str = "all") -> Path:
     Args:
         release: ``None`` for the installed package, or a release whose stock tree
             ``vllm_pr.releases`` can fetch.
-        part: ``all``, or ``queue`` for the first commit of the pull request alone.
+        part: ``queue`` for the first commit of the pull request alone; ``all``, or
+            ``default``, for both.
 
     Returns:
         Folder with ``vllm/``: put it first on ``PYTHONPATH``.

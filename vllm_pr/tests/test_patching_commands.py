@@ -282,6 +282,12 @@ def test_a_relative_python_is_of_the_folder_where_it_is_named(tmp_path):
     assert result.exit_code == 2 and "cannot run env/none:" in result.stderr
 
 
+def test_a_python_without_vllm(tmp_path):
+    result = run("status", "--python", python_with(tmp_path))
+    assert result.exit_code == 2
+    assert f"no vLLM is installed for {tmp_path}/python\n" in result.stderr
+
+
 def test_an_installed_file_that_was_edited_is_refused(tmp_path):
     folder = make_site(tmp_path / "packages", "vllm", kit.RELEASE)
     digest = hashlib.sha256(kit.POOL.encode()).digest()
@@ -435,7 +441,8 @@ def test_a_stack_is_two_commits_that_add_up(tmp_path):
     assert "promote" not in (tree.root / "vllm/v1/core/pool.py").read_text()
     result = run("status", tree.root)
     assert result.exit_code == 3 and "part default is not there" in result.stdout
-    assert run("apply", tree.root).exit_code == 2
+    result = run("apply", tree.root)
+    assert result.exit_code == 2 and "second patch of `export --stack`" in result.stderr
     git(tree.root, "am", "--quiet", Path(files[1]).absolute())
     result = run("status", tree.root)
     assert result.exit_code == 0
@@ -490,7 +497,12 @@ def test_a_stack_of_a_release_without_a_change_of_the_default(tmp_path, small_ch
     rules.write_text(rules.read_text().replace("part: default", "part: queue"))
     tree = kit.make_tree(tmp_path / "tree")
     result = run("export", tree.root, "-o", "out", "--stack", "--json")
-    assert len(json.loads(result.stdout)["files"]) == 1
+    made = json.loads(result.stdout)
+    assert len(made["files"]) == 1
+    (note,) = made["notes"]
+    assert f"one patch for vLLM {kit.RELEASE}" in note
+    result = run("export", tree.root, "-o", "out", "--json")
+    assert not json.loads(result.stdout)["notes"]
 
 
 def test_the_export_is_the_same_every_time(tmp_path, tree, monkeypatch):
@@ -671,7 +683,10 @@ def test_tree_prints_the_folder(small_stock):
     result = run("tree", "--release", "0.20.0")
     assert result.exit_code == 2 and "0.20.0 is not supported: it has" in result.stderr
     assert "--force-release" not in result.stderr
+    assert "vllm-pr apply" not in result.stderr
     result = run("tree", "--release", "")
     assert result.exit_code == 2 and "no such release here" in result.stderr
     result = run("tree", "--part", "rest")
     assert result.exit_code == 2 and "no part 'rest'" in result.stderr
+    assert "all, queue, default" in result.stderr
+    assert all(name in run("tree", "--help").stdout for name in ("queue", "default"))
