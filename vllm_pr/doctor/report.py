@@ -29,11 +29,11 @@ def console(stderr: bool = False) -> Console:
 def show_server(out: Console, server: Server) -> None:
     """Who answers, and what it says about its cache."""
     name = "vLLM" if server.engine == "vllm" else "not vLLM, or it hides it"
-    facts = [
-        f"{name} {server.version or ''}".strip(),
-        f"model {server.model}",
-        f"context {_count(server.max_model_len)}",
-    ]
+    facts = [f"{name} {server.version or ''}".strip()]
+    if server.model:
+        facts.append(f"model {server.model}")
+    if server.max_model_len is not None:
+        facts.append(f"context {server.max_model_len:,}")
     if server.metrics:
         tokens = server.capacity_tokens  # not told before 0.24.0
         facts += [

@@ -177,7 +177,7 @@ def test_model_that_is_not_served():
 def test_context_that_is_no_number_is_unknown(context, tmp_path):
     with served(OtherEngine(context=context)) as place:
         run = doctor("--url", f"http://{place}", "--yes", json_file=tmp_path / "r.json")
-    assert "context unknown" in run.out
+    assert "model other-model" in run.out and " · context" not in run.out
     assert run.evidence.server.max_model_len is None
 
 

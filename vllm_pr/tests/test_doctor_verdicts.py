@@ -75,6 +75,14 @@ def test_each_server_can_be_shown_without_a_capacity(name):
     assert b'"capacity_tokens": null' in report.as_json(evidence, findings)
 
 
+def test_what_the_server_does_not_tell_is_left_out():
+    server = recorded("stock-none").server
+    server.model, server.max_model_len = "", None
+    with (out := Console(file=io.StringIO())).capture() as shown:
+        report.show_server(out, server)
+    assert "model" not in shown.get() and "context" not in shown.get()
+
+
 # -- the session switch ----------------------------------------------------------------
 
 
