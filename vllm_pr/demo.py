@@ -9,7 +9,7 @@ model's chat template, and its figures are the engine's own.
 import json
 import random
 import string
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated
@@ -126,11 +126,17 @@ def _says(role: str, seed: str, length: int) -> dict[str, str]:
     }
 
 
-def measure(engine: Engine, variant: str, prompt_tokens: int) -> Iterator[Row]:
-    """Run all scenarios on a running engine."""
+def measure(
+    engine: Engine,
+    variant: str,
+    prompt_tokens: int,
+    about: Callable[[str], None],
+) -> Iterator[Row]:
+    """Run all scenarios on a running engine; ``about`` is told each request first."""
     for scenario, requests in scenarios(prompt_tokens).items():
         engine.reset_prefix_cache()
         for request, chat in requests:
+            about(f"{variant}: {TITLES[scenario]}, {request}")
             result = engine.ask(engine.render(chat))
             yield Row(
                 scenario,
@@ -288,8 +294,7 @@ def run(
             ) as engine:
                 release = engine.info.release
                 bar.finished(START_COST)
-                bar.about(f"{variant}: prefilling")
-                for row in measure(engine, variant, size.prompt_tokens):
+                for row in measure(engine, variant, size.prompt_tokens, bar.about):
                     rows.append(row)
                     bar.finished(row.prompt_tokens)
     return rows, release

@@ -7,7 +7,9 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -222,6 +224,38 @@ def test_changed_below_either_stock_setting_fails(best, monkeypatch, capsys):
         demo.demo()
     assert ended.value.exit_code == 1
     assert "below a stock setting" in capsys.readouterr().out
+
+
+def test_progress_names_the_request_once(monkeypatch):
+    """Also between two requests, when the engine says only what it does."""
+    shown = []
+
+    class Stub:
+        info = SimpleNamespace(release="0.32.0")
+        reset_prefix_cache = render = lambda *arguments: None
+
+        def __init__(self, on_progress):
+            self.on_progress = on_progress
+
+        def ask(self, prompt):
+            self.on_progress("prefilling", 0, 0)
+            return SimpleNamespace(prompt_tokens=100, cached_tokens=0, ttft_s=0.5)
+
+    @contextmanager
+    def start(*arguments, on_progress, **options):
+        yield Stub(on_progress)
+
+    def update(bar, task, description="", **more):
+        shown.append(description)
+
+    monkeypatch.setattr(demo, "start_engine", start)
+    monkeypatch.setattr(demo.Progress, "update", update)
+    trees = dict.fromkeys(VARIANTS)
+    quiet = demo.Console(quiet=True)
+    demo.run("dsv4-tiny", trees, SIZES["dsv4-tiny"], quiet)
+    assert "stock-none: session switch, A returns: prefilling" in shown
+    assert "changed: branch, first branch: prefilling" in shown
+    assert max(text.count("prefilling") for text in shown) == 1
 
 
 def test_json_is_written_when_changed_fails(monkeypatch, tmp_path):
