@@ -316,7 +316,7 @@ def demo(
     """Switch sessions, branch and share a system prompt: stock against changed.
 
     Three engines of a tiny model run one after the other: stock with dense
-    checkpoints, stock as it ships, changed as it ships; about 5 minutes. Exit status
+    checkpoints, stock as it ships, changed as it ships; about 4 minutes. Exit status
     1 when changed is below the better of the two stock settings anywhere, 2 when the
     demo cannot run.
     """

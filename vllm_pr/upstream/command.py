@@ -35,7 +35,7 @@ def upstream(
         str | None, typer.Option(help="A release (default: the installed vLLM).")
     ] = None,
     part: Annotated[
-        str, typer.Option(help="all, or queue for commit 1 alone.")
+        str, typer.Option(help="queue for commit 1 alone; all, or default, for both.")
     ] = "all",
     only: Annotated[
         str | None,
