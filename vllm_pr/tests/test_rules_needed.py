@@ -54,3 +54,10 @@ def test_a_test_fails_without_the_rule(edited, rule, test, tmp_path):
     outcomes = run_tests(tree, [TESTS / f"{test}.py"])
     assert len(outcomes) > 1, "the tests could not be imported"
     assert "failed" in outcomes.values()
+
+
+def test_the_default_is_tested_on_a_wheel_for_gpus():
+    outcomes = run_tests(
+        changed_tree("0.33.0"), [TESTS / "test_default_retention_interval.py"]
+    )
+    assert len(outcomes) > 1 and set(outcomes.values()) == {"passed"}
