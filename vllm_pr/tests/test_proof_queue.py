@@ -50,6 +50,7 @@ GROUP = 0
 LEVELS = st.sampled_from((1, 2, NUM_PROBATIONARY_LEVELS))
 
 logging.getLogger(block_pool.__name__).setLevel(logging.ERROR)
+os.environ.setdefault("PYTHONHASHSEED", "0")  # the same keys in each run
 init_none_hash(sha256)
 _hasher = get_request_block_hasher(1, sha256)
 
