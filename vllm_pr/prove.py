@@ -95,11 +95,11 @@ def prove(
     """
     from vllm_pr.patching.sources import Sources
     from vllm_pr.patching.trees import changed_tree
-    from vllm_pr.releases import installed_release, stock_tree
+    from vllm_pr.releases import find_release, installed_release, stock_tree
 
     console = Console(stderr=True)
-    tree = None if release is None else stock_tree(release)
-    exported = Sources().selected_new_files(release or installed_release())
+    version = find_release(release).version if release else installed_release()
+    exported = Sources().selected_new_files(version)
     tests = [
         file for file in sorted(TESTS.glob("test_*.py")) if _name(file) in exported
     ]
@@ -110,6 +110,7 @@ def prove(
             highlight=False,
         )
         raise typer.Exit(2)
+    tree = stock_tree(release) if release else None
     with console.status("the tests on changed, about half a minute"):
         changed = run_tests(changed_tree(release), tests)
     with console.status("the same on stock, where they must fail"):

@@ -225,17 +225,19 @@ def _valid(version: object) -> str | None:
 
 def git(root: Path, *arguments: str) -> str | None:
     """Standard output of a git command in a folder; None when it fails."""
-    try:
-        done = subprocess.run(
-            ["git", "-C", str(root), *arguments], capture_output=True, text=True
-        )
-    except OSError:
-        return None
-    return done.stdout if done.returncode == 0 else None
+    found = _git_bytes(root, *arguments)
+    return None if found is None else found.decode("utf-8", "replace")
 
 
 def git_file(root: Path, commit: str, path: str) -> bytes | None:
     """What a file below a folder is in a commit; None when it is not there."""
-    argv = ["git", "-C", str(root), "show", f"{commit}:./{path}"]
-    done = subprocess.run(argv, capture_output=True)
+    return _git_bytes(root, "show", f"{commit}:./{path}")
+
+
+def _git_bytes(root: Path, *arguments: str) -> bytes | None:
+    try:
+        argv = ["git", "-C", str(root), *arguments]
+        done = subprocess.run(argv, capture_output=True)
+    except OSError:
+        return None
     return done.stdout if done.returncode == 0 else None

@@ -51,13 +51,10 @@ def upstream(
     Exit code 1 if a test that passes on stock fails on changed.
     """
     from vllm_pr.patching.errors import PatchError
-    from vllm_pr.patching.support import supported
 
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     with ExitStack() as stack:
         try:
-            if release is not None:  # before a wheel is fetched
-                release = supported(release)
             with console.status("laying out upstream's tests and both sides"):
                 sides = stack.enter_context(both_sides(release, part))
                 files = select(sides[0].root, only)

@@ -73,9 +73,12 @@ def both_sides(release: str | None, part: str) -> Iterator[tuple[Side, Side]]:
         PatchError: The change does not fit the release.
         ValueError: No such release, its tests cannot be had, or they are running.
     """
+    from vllm_pr.patching.support import supported
     from vllm_pr.patching.trees import changed_tree
     from vllm_pr.releases import installed_release, sdist_tree, stock_tree
 
+    if release is not None:  # before a wheel is fetched
+        release = supported(release)
     trees = (stock_tree(release) if release else None, changed_tree(release, part))
     release = release or installed_release()
     source = sdist_tree(release)
