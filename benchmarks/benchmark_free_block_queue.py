@@ -4,7 +4,6 @@
 
 Both queues take turns on the same operations in one run. Times are CPU nanoseconds
 per block, medians over the rounds; the ratio is the median of the rounds' ratios.
-In a vLLM that has no segmented queue, the other one is measured alone.
 """
 
 import gc
@@ -16,18 +15,13 @@ from time import process_time_ns
 
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.utils.gc_utils import freeze_gc_heap
+from vllm.v1.core.free_block_queue import (
+    NUM_PROBATIONARY_LEVELS,
+    SegmentedFreeBlockQueue,
+)
 from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue, KVCacheBlock
 
-QUEUES: dict[str, type[FreeKVCacheBlockQueue]] = {"stock": FreeKVCacheBlockQueue}
-try:
-    from vllm.v1.core.free_block_queue import (
-        NUM_PROBATIONARY_LEVELS,
-        SegmentedFreeBlockQueue,
-    )
-
-    QUEUES["changed"] = SegmentedFreeBlockQueue
-except ModuleNotFoundError:
-    NUM_PROBATIONARY_LEVELS = 0
+QUEUES = {"plain": FreeKVCacheBlockQueue, "segmented": SegmentedFreeBlockQueue}
 
 
 class Bench:
@@ -37,7 +31,6 @@ class Bench:
         self.rng = random.Random(num_blocks)
         self.blocks = [KVCacheBlock(i) for i in range(num_blocks)]
         self.queue = queue_class(self.blocks)
-        self.segmented = hasattr(self.queue, "mark_probationary")
         blocks = self.queue.popleft_n(num_blocks)
         self.rng.shuffle(blocks)
         self.queue.append_n(blocks)
@@ -69,7 +62,7 @@ class Bench:
         yield "remove", process_time_ns() - start
         queue.append_n(removed)
 
-        if not self.segmented:
+        if not isinstance(queue, SegmentedFreeBlockQueue):
             return
         taken = [queue.popleft_n(batch) for _ in range(calls)]
         levels = [1 + i % NUM_PROBATIONARY_LEVELS for i in range(batch)]
@@ -100,17 +93,21 @@ def measure(num_blocks: int, batch: int, rounds: int, sample: int) -> list[dict]
                     sides = times.setdefault(operation, {})
                     sides.setdefault(name, []).append(ns)
     gc.unfreeze()
-    # What only one queue does is compared with what the other does instead.
-    stock = {op: sides["stock"] for op, sides in times.items() if "stock" in sides}
     rows = []
     for operation, sides in times.items():
-        row = {"blocks": num_blocks, "batch": batch}
-        sides = {"stock": stock[operation.split(",")[0]], **sides}
-        for name, ns in sides.items():
-            row[f"{name}_ns"] = median(ns) / (batch * calls)
-        if "changed" in sides:
-            row["ratio"] = median(c / s for s, c in zip(*sides.values()))
-        rows.append({**row, "operation": operation})
+        # What only one queue does is compared with what the other does instead.
+        plain = times[operation.split(",")[0]]["plain"]
+        segmented = sides["segmented"]
+        rows.append(
+            {
+                "blocks": num_blocks,
+                "batch": batch,
+                "plain_ns": median(plain) / (batch * calls),
+                "segmented_ns": median(segmented) / (batch * calls),
+                "ratio": median(s / p for p, s in zip(plain, segmented)),
+                "operation": operation,
+            }
+        )
     return rows
 
 

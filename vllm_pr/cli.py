@@ -18,6 +18,7 @@ from vllm_pr.patching import commands as patching
 from vllm_pr.patching.errors import PatchError
 from vllm_pr.proof import proof
 from vllm_pr.prove import prove
+from vllm_pr.serve import serve
 from vllm_pr.upstream.command import upstream
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode="markdown")
@@ -27,6 +28,7 @@ app.command()(demo)
 app.command()(prove)
 app.command()(proof)
 app.command()(doctor)
+app.command()(serve)
 app.command()(matrix)
 app.command()(lint_upstream)
 app.command()(newest)

@@ -95,8 +95,8 @@ def queue_table(rows: Sequence[dict[str, Any]]) -> Table:
             row["operation"],
             f"{row['blocks']:,}",
             f"{row['batch']:,}",
-            f"{row['stock_ns']:.0f}",
-            f"{row['changed_ns']:.0f}",
+            f"{row['plain_ns']:.0f}",
+            f"{row['segmented_ns']:.0f}",
             f"{row['ratio']:.2f}",
         )
     return table

@@ -14,6 +14,8 @@ from vllm_pr.doctor.metrics import Snapshot, parse_wanted
 
 Messages = list[dict[str, str]]
 CONNECT_SECONDS = 10.0
+# A server closes what is idle for 5 s, maybe just when the next request is sent.
+NO_KEEP_ALIVE = httpx.Limits(max_keepalive_connections=0)
 
 
 @dataclass
@@ -68,6 +70,7 @@ class Api:
                 base_url=self.url,
                 headers=headers,
                 timeout=httpx.Timeout(timeout, connect=CONNECT_SECONDS),
+                limits=NO_KEEP_ALIVE,
                 verify=ssl.create_default_context(cafile=ca_file) if ca_file else True,
             )
         except (OSError, ssl.SSLError) as error:

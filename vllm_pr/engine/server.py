@@ -47,6 +47,7 @@ def serve(
     *,
     blocks: int | None = None,
     env: dict[str, str] | None = None,
+    port: int = 0,
     timeout: float = 300.0,
     on_wait: Callable[[float, str], None] | None = None,
 ) -> Iterator[Server]:
@@ -59,16 +60,17 @@ def serve(
         tree: Folder with the ``vllm`` package to run; default as for the variant.
         blocks: Blocks of the pool; None for the model's own number.
         env: Environment variables on top.
+        port: Port to listen on; 0 for any that is free.
         timeout: Seconds until the server must be healthy.
         on_wait: Called about twice a second with the seconds waited so far and the
             last line of the log.
 
     Raises:
         ValueError: Unknown model or variant, or no vLLM in ``tree``.
-        EngineError: The server died or was not healthy in time.
+        EngineError: The port is taken, or the server died or was not healthy in time.
     """
+    port = _free_port(port)
     launch = plan_launch(tiny_model(model), variant_named(variant), tree, blocks, env)
-    port = _free_port()
     arguments = [
         *command_line(launch.engine_args),
         *("--host", HOST, "--port", str(port), "--served-model-name", model),
@@ -90,9 +92,15 @@ def serve(
         processes.stop(process)
 
 
-def _free_port() -> int:
+def _free_port(wanted: int) -> int:
     with socket.socket() as probe:
-        probe.bind((HOST, 0))
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((HOST, wanted))
+        except OSError as error:
+            raise EngineError(
+                f"cannot listen on port {wanted} of {HOST}: {error.strerror}"
+            ) from error
         return probe.getsockname()[1]
 
 

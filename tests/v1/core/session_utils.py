@@ -66,8 +66,17 @@ class Session:
         self.hasher = get_request_block_hasher(min(block_sizes), sha256)
         self.ids = itertools.count()
 
-    def prefill(self, prompt: list[int]) -> int:
-        """Prefill a prompt, free it, and return how many tokens were cached."""
+    def prefill(self, prompt: list[int], num_tokens: int | None = None) -> int:
+        """Prefill a prompt, free it, and return how many tokens were cached.
+
+        Args:
+            prompt: The prompt.
+            num_tokens: Abort it after so many tokens; None for its end.
+
+        Returns:
+            Prompt tokens found in the cache.
+
+        """
         request = Request(
             request_id=str(next(self.ids)),
             prompt_token_ids=prompt,
@@ -80,7 +89,7 @@ class Session:
         blocks, num_hit, junction = manager.get_computed_blocks(request)
         request.shared_prefix_boundary = junction
         num_computed, num_new_computed = num_hit, num_hit
-        while num_computed < len(prompt):
+        while num_computed < (num_tokens or len(prompt)):
             num_new = min(CHUNK, len(prompt) - num_computed)
             assert manager.allocate_slots(request, num_new, num_new_computed, blocks)
             num_computed += num_new

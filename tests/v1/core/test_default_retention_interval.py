@@ -46,15 +46,23 @@ def test_edit_inside_the_last_alignment_block_hits_at_the_default_interval(inter
     assert hit == (len(prompt) - 10) // 32 * 32 == 4_960
 
 
-def resolved_interval(folder, **arguments) -> int | None:
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "num_attention_heads": 1,
+    "num_hidden_layers": 1,
+}
+MAMBA = {
+    "architectures": ["MambaForCausalLM"],
+    "model_type": "mamba",
+    "hidden_size": 64,
+    "num_hidden_layers": 1,
+}
+
+
+def resolved_interval(folder, config=LLAMA, **arguments) -> int | None:
     """The interval that an engine with these arguments runs with."""
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": 64,
-        "num_attention_heads": 1,
-        "num_hidden_layers": 1,
-    }
     (folder / "config.json").write_text(json.dumps(config))
     args = EngineArgs(model=str(folder), skip_tokenizer_init=True, **arguments)
     return args.create_engine_config().cache_config.prefix_cache_retention_interval
@@ -74,3 +82,10 @@ def test_kv_store_gets_no_more_to_copy(store, tmp_path):
     assert resolved_interval(tmp_path, **store) == 0
     sparse = resolved_interval(tmp_path, prefix_cache_retention_interval=512, **store)
     assert sparse == 512
+
+
+def test_mamba_keeps_no_dense_states(tmp_path):
+    """A dense checkpoint costs it a state per chunk: there None becomes 0."""
+    arguments = dict(enable_prefix_caching=True, prefix_cache_retention_interval=None)
+    assert resolved_interval(tmp_path, LLAMA, **arguments) is None
+    assert resolved_interval(tmp_path, MAMBA, **arguments) == 0

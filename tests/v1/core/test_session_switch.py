@@ -46,14 +46,17 @@ def test_system_prompt_survives_the_prefill_of_another():
     assert session.prefill(system + tokens(5_000_000, 2_500)) == len(system)
 
 
-def test_checkpoint_that_was_hit_survives_the_prefill_of_another():
-    session = Session(interval=None)
+@pytest.mark.parametrize("use_eagle", [False, True])
+def test_checkpoint_that_was_hit_survives_the_prefill_of_another(use_eagle):
+    session = Session(interval=None, use_eagle=use_eagle)
     session.prefill(A[:50_000])
     hit, other = 101 * ALIGNMENT, 151 * ALIGNMENT
-    assert session.prefill(A[:hit] + tokens(2_000_000, 1_000)) == hit
+    # With EAGLE a hit ends one block before what it has found.
+    fork, other_fork = (n + use_eagle * ALIGNMENT for n in (hit, other))
+    assert session.prefill(A[:fork] + tokens(2_000_000, 1_000)) == hit
     session.prefill(B)
-    assert session.prefill(A[:hit] + tokens(8_000_000, 1_000)) == hit
-    assert session.prefill(A[:other] + tokens(9_000_000, 1_000)) < other
+    assert session.prefill(A[:fork] + tokens(8_000_000, 1_000)) == hit
+    assert session.prefill(A[:other_fork] + tokens(9_000_000, 1_000)) < other
 
 
 def test_prefill_caches_no_checkpoint_that_it_would_evict_again():
@@ -72,3 +75,13 @@ def test_prefill_caches_no_checkpoint_that_it_would_evict_again():
     # Nothing follows the last step: all of its checkpoints are there.
     fork = steps - 3 * ALIGNMENT
     assert session.prefill(B[:fork] + tokens(7_000_000, 100)) == fork
+
+
+def test_prefill_that_is_cut_short_resumes_where_it_was():
+    session = Session(interval=None, num_blocks=6_000)
+    for first in range(4_000_000, 5_200_000, 100_000):
+        session.prefill(tokens(first, 50_000))
+    last = tokens(first, 50_000)
+    session.prefill(B[:100_000], num_tokens=5 * CHUNK)
+    assert session.prefill(B[:100_000]) == 5 * CHUNK
+    assert session.prefill(last) == (len(last) - 1) // ALIGNMENT * ALIGNMENT

@@ -21,7 +21,8 @@ NUM_PROBATIONARY_LEVELS = 12
 class SegmentedFreeBlockQueue(FreeKVCacheBlockQueue):
     """Free queue whose eviction order is free, probationary, protected.
 
-    A segmented LRU (Karedla, Love and Wherry, Computer 27(3), 1994) in one chain:
+    One chain, after the segmented LRU of Karedla, Love and Wherry (Computer 27(3),
+    1994), but with no bound on the protected segment:
 
     1. *free*: blocks without a hash, LIFO.
     2. *probationary*: speculative checkpoints that no request has hit yet, in
@@ -69,8 +70,8 @@ class SegmentedFreeBlockQueue(FreeKVCacheBlockQueue):
         """Level of the block that is evicted next.
 
         Returns:
-            0 while a block without a hash is free (or none at all), and
-            `NUM_PROBATIONARY_LEVELS` + 1 when only protected blocks are left.
+            0 if it has no hash (or no block is free), and
+            `NUM_PROBATIONARY_LEVELS` + 1 if it is protected.
 
         """
         head = self.fake_free_list_head.next_free_block
@@ -78,6 +79,10 @@ class SegmentedFreeBlockQueue(FreeKVCacheBlockQueue):
         if head.block_hash is None:
             return 0
         return self._levels[head.block_id] or NUM_PROBATIONARY_LEVELS + 1
+
+    def is_protected(self, block: KVCacheBlock) -> bool:
+        """Whether a block has a hash and is, or will be freed as, protected."""
+        return block.block_hash is not None and not self._levels[block.block_id]
 
     def promote(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Let blocks that are not in the queue be freed as protected."""
@@ -121,11 +126,11 @@ class SegmentedFreeBlockQueue(FreeKVCacheBlockQueue):
             self._ends[level] = prev_block if same_level else None
 
     def append(self, block: KVCacheBlock) -> None:
-        """Put a hashed block at the end of its segment."""
+        """Put a block at the end of its segment."""
         self.append_n([block])
 
     def append_n(self, blocks: list[KVCacheBlock]) -> None:
-        """Put hashed blocks at the end of their segments, in the given order."""
+        """Put blocks at the end of their segments, in the given order."""
         if not blocks:
             return
         self._drop_popped_ends()
@@ -236,8 +241,8 @@ def put_on_probation(
     """Mark as probationary what interval None caches and interval 0 would not.
 
     A checkpoint that the same prefill is about to evict again is not cached at all:
-    its level is below the one that is being evicted, and at least as many prompt
-    tokens are still to come as this step has computed.
+    its level is below the one that is being evicted, at least as many prompt tokens
+    are still to come as this step has computed, and it is not the step's last.
 
     Args:
         manager: The group's manager. Only a sliding-window group has dense
@@ -270,26 +275,29 @@ def put_on_probation(
     )
     if protected is None:
         return block_mask
+    blocks_per_boundary = alignment // manager.block_size
+    # The window before a boundary and, with EAGLE, the block after it.
+    shift = int(manager.use_eagle)
+    blocks_per_hit = cdiv(spec.sliding_window - 1, manager.block_size) + shift
     levels = checkpoint_levels(
-        start_block,
-        end_block,
-        blocks_per_boundary=alignment // manager.block_size,
-        # The window before a boundary and, with EAGLE, the block after it.
-        blocks_per_hit=cdiv(spec.sliding_window - 1, manager.block_size)
-        + manager.use_eagle,
-        shift=int(manager.use_eagle),
+        start_block, end_block, blocks_per_boundary, blocks_per_hit, shift
     )
     positions = range(len(levels))
     for i in compress(positions, protected):
         levels[i] = 0
     queue = manager.block_pool.free_block_queue
+    blocks = manager.req_to_blocks[request.request_id]
+    if shift and start_block and queue.is_protected(blocks[start_block - 1]):
+        levels[0] = 0  # The last block of what was hit, which EAGLE has recomputed.
     num_blocks_left = request.num_prompt_tokens // manager.block_size - end_block
     if num_blocks_left >= len(levels) and (evicted := queue.eviction_level()):
         block_mask = block_mask or [True] * len(levels)
-        for i in compress(positions, levels):
+        # What the last boundary needs stays: a prefill cut short resumes there.
+        last_boundary = (end_block - shift) // blocks_per_boundary * blocks_per_boundary
+        last_hit = max(0, last_boundary + shift - blocks_per_hit - start_block)
+        for i in compress(positions[:last_hit], levels):
             if levels[i] < evicted:
                 levels[i] = 0
                 block_mask[i] = False
-    blocks = manager.req_to_blocks[request.request_id][start_block:end_block]
-    queue.mark_probationary(blocks, levels)
+    queue.mark_probationary(blocks[start_block:end_block], levels)
     return block_mask
