@@ -69,8 +69,8 @@ def serve(
         ValueError: Unknown model or variant, or no vLLM in ``tree``.
         EngineError: The port is taken, or the server died or was not healthy in time.
     """
-    port = _free_port(port)
     launch = plan_launch(tiny_model(model), variant_named(variant), tree, blocks, env)
+    port = _free_port(port)
     arguments = [
         *command_line(launch.engine_args),
         *("--host", HOST, "--port", str(port), "--served-model-name", model),

@@ -20,16 +20,20 @@ from vllm_pr.cli import app
 SCRIPT = [sys.executable, "-c", "from vllm_pr.cli import main; main()", "serve"]
 
 
+def free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
 @contextmanager
 def serving(
     *words: str,
 ) -> Iterator[tuple[subprocess.Popen, str, list[psutil.Process]]]:
     """The command while it serves: its process, the URL, the server's processes."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     with subprocess.Popen(
-        [*SCRIPT, "--port", str(port), *words],
+        [*SCRIPT, "--port", port, *words],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -85,6 +89,6 @@ def test_bad_input_starts_nothing(monkeypatch):
 
 
 def test_a_pool_too_small_says_what_to_do():
-    done = CliRunner().invoke(app, ["serve", "--blocks", "40", "--port", "8001"])
+    done = CliRunner().invoke(app, ["serve", "--blocks", "40", "--port", free_port()])
     assert done.exit_code == 2
     assert "give --blocks a larger number" in one_line(done.stderr)
