@@ -18,7 +18,7 @@ setup: ## build .venv (every other target does it on first use)
 demo: setup ## the fault and the cure on a real DeepSeek-V4 engine, 4 minutes
 	@$(RUN) demo
 
-test: setup ## the upstream-bound tests on stock and changed, then the others; 20 minutes
+test: setup ## the upstream-bound tests on stock and changed, then the others; 20 to 30 minutes
 	@$(RUN) prove
 	@.venv/bin/python -m pytest -n $(JOBS) --dist loadfile vllm_pr/tests
 
