@@ -115,6 +115,13 @@ def doctor_on_terminal(*words: object, answer: str = "") -> tuple[int, str]:
     return process.wait(), written.decode("utf-8", "replace")
 
 
+def closed_port() -> int:
+    """A port of this machine on which nothing listens."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
 def one_line(text: str) -> str:
     """The text, which has to be one line and no traceback."""
     assert text.count("\n") == 1 and text.endswith("\n"), text

@@ -8,7 +8,6 @@ fails. What vLLM does is tested on vLLM, in ``test_doctor_serve.py``.
 import datetime
 import ipaddress
 import signal
-import socket
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,15 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
-from doctor_kit import OtherEngine, doctor, one_line, served, started, wait_for
+from doctor_kit import (
+    OtherEngine,
+    closed_port,
+    doctor,
+    one_line,
+    served,
+    started,
+    wait_for,
+)
 
 
 def fails(*words: object, env: dict[str, str] | None = None) -> str:
@@ -24,12 +31,6 @@ def fails(*words: object, env: dict[str, str] | None = None) -> str:
     run = doctor(*words, "--yes", env=env)
     assert run.status == 2, run.out
     return one_line(run.err)
-
-
-def closed_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 # -- the URL ---------------------------------------------------------------------------

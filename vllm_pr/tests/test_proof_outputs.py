@@ -168,7 +168,7 @@ def effects(case: Case, runs: Runs) -> dict[tuple[int, int], float]:
 
     The last block of a hit is exchanged with that of another prompt, and put back.
     """
-    done = {}
+    tolerated, done = runs.furthest("stock"), {}
     with start_engine(case.model, "changed") as engine:
         length = 2 * engine.model.alignment + 100
         prompt, other = (
@@ -188,7 +188,7 @@ def effects(case: Case, runs: Runs) -> dict[tuple[int, int], float]:
             warm = engine.ask(prompt, 8, LIKELY)
             assert warm.cached_tokens == poisoned.cached_tokens > 0
             assert contradiction(cold, warm) is None
-            assert distance(cold, warm) <= runs.furthest("stock")
+            assert distance(cold, warm) <= tolerated
             done[group, size] = distance(cold, poisoned)
     return done
 

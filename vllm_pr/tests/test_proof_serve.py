@@ -22,6 +22,7 @@ import pytest_asyncio
 from openai.types import CompletionUsage
 from prometheus_client.parser import text_string_to_metric_families
 
+from vllm_pr.doctor.client import NO_KEEP_ALIVE
 from vllm_pr.engine.models import tiny_model
 from vllm_pr.engine.server import Server, serve
 from vllm_pr.engine.tokenizer import PRELUDE_TOKENS
@@ -32,8 +33,6 @@ BLOCKS = 2_000
 MARKERS = len(("<|user|>", "<|end|>"))
 OPENING = len(("<|assistant|>",))
 ANSWER = 8
-# The server closes what is idle for 5 s, maybe just when the next request is sent.
-NO_KEEP_ALIVE = httpx.Limits(max_keepalive_connections=0)
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import httpx
 import psutil
 import pytest
-from doctor_kit import one_line, wait_for
+from doctor_kit import closed_port, one_line, wait_for
 from typer.testing import CliRunner
 
 from vllm_pr.cli import app
@@ -20,20 +20,14 @@ from vllm_pr.cli import app
 SCRIPT = [sys.executable, "-c", "from vllm_pr.cli import main; main()", "serve"]
 
 
-def free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
-
-
 @contextmanager
 def serving(
     *words: str,
 ) -> Iterator[tuple[subprocess.Popen, str, list[psutil.Process]]]:
     """The command while it serves: its process, the URL, the server's processes."""
-    port = free_port()
+    port = closed_port()
     with subprocess.Popen(
-        [*SCRIPT, "--port", port, *words],
+        [*SCRIPT, "--port", str(port), *words],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -89,6 +83,7 @@ def test_bad_input_starts_nothing(monkeypatch):
 
 
 def test_a_pool_too_small_says_what_to_do():
-    done = CliRunner().invoke(app, ["serve", "--blocks", "40", "--port", free_port()])
+    words = ["serve", "--blocks", "40", "--port", str(closed_port())]
+    done = CliRunner().invoke(app, words)
     assert done.exit_code == 2
     assert "give --blocks a larger number" in one_line(done.stderr)

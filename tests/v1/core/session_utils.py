@@ -89,8 +89,9 @@ class Session:
         blocks, num_hit, junction = manager.get_computed_blocks(request)
         request.shared_prefix_boundary = junction
         num_computed, num_new_computed = num_hit, num_hit
-        while num_computed < (num_tokens or len(prompt)):
-            num_new = min(CHUNK, len(prompt) - num_computed)
+        end = num_tokens or len(prompt)
+        while num_computed < end:
+            num_new = min(CHUNK, end - num_computed)
             assert manager.allocate_slots(request, num_new, num_new_computed, blocks)
             num_computed += num_new
             request.num_computed_tokens = num_computed
